@@ -1,0 +1,1 @@
+"""What every role shares: configuration, the wire, weights, metrics, errors."""

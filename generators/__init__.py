@@ -1,0 +1,1 @@
+"""Generators: vLLM engines that sample responses and take new weights in flight."""

@@ -1,0 +1,1 @@
+"""The learner: turns batches of samples into new versions of the weights."""
