@@ -1,0 +1,160 @@
+"""Distance to the reference policy: estimators per token, the exact sum, and its coefficient.
+
+    KL(π ‖ π_ref) = E_{y~π} [ log π(y) − log π_ref(y) ]
+
+With x = log π(y) − log π_ref(y) on a sampled token y ~ π (Schulman 2020, "Approximating KL
+divergence"):
+
+    k1 = x            unbiased value, high variance
+    k2 = x²/2         biased value, right gradient
+    k3 = e^−x + x − 1 unbiased value, low variance, never negative
+
+As a loss, only the gradient counts, and there the roles change; see `kl_penalty`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+MAX_LOG_RATIO = 20.0  # k3: e^20 is still far from overflow, in float32 too
+MAX_K3 = 10.0
+
+
+def _k1(x: Tensor) -> Tensor:
+    return x
+
+
+def _abs(x: Tensor) -> Tensor:
+    return x.abs()
+
+
+def _k2(x: Tensor) -> Tensor:
+    return 0.5 * x.square()
+
+
+def _k3(x: Tensor) -> Tensor:
+    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.exp(-x) + x - 1).clamp(-MAX_K3, MAX_K3)
+
+
+_ESTIMATORS = {
+    "kl": _k1,
+    "k1": _k1,
+    "abs": _abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
+    """Estimate of KL(π ‖ π_ref) at each sampled token.
+
+    logprobs, ref_logprobs: [batch, response]; log π and log π_ref of the sampled tokens.
+    kind: `kl`|`k1`, `abs`, `mse`|`k2`, `low_var_kl`|`k3`. With a `+` behind it the value is that
+    kind's and the gradient is k2's.
+    Returns [batch, response]; there is no mask here, the aggregation of the loss has it. An
+    element that is not finite keeps its value and has gradient 0, so that under a mask it
+    changes nothing.
+
+    Bias of the *value* for y ~ π: k1 and k3 none; k2 and abs are other quantities. k3 is bounded
+    (|x| ≤ 20, result ≤ 10), hence too small, with no gradient, below x = −2.61 and above x = 11.
+
+    Bias of the *gradient* for y ~ π, against Σ_t E[∇ KL(π(·|prefix) ‖ π_ref(·|prefix))]:
+        k2, and each kind with `+`  none:   E[x ∇log π]
+        k1                          no signal: E[∇log π] = 0
+        k3                          E[(1 − π_ref/π) ∇log π], which is ∇KL(π_ref ‖ π), the other
+                                    direction; equal to first order near π = π_ref
+        abs                         E[sign(x) ∇log π], the gradient of a total variation
+    Prefixes are held fixed in all of them: the part of ∇KL of whole sequences that comes from
+    tokens changing what follows is left out.
+    """
+    base_kind, straight_through = kind.removesuffix("+"), kind.endswith("+")
+    if base_kind == "full":
+        raise ValueError(
+            "kind 'full' needs the logits: call kl_full(logits, ref_logits, response_mask)"
+        )
+    if base_kind not in _ESTIMATORS:
+        raise ValueError(f"kind {kind!r}: choose from {', '.join(_ESTIMATORS)}, each with '+' too")
+    estimator = _ESTIMATORS[base_kind]
+
+    log_ratio = logprobs - ref_logprobs.detach()  # [batch, response]
+    finite = log_ratio.isfinite()
+    x = log_ratio.masked_fill(~finite, 0)
+    kl = estimator(x)
+    if straight_through:
+        surrogate = _k2(x)
+        kl = kl.detach() + surrogate - surrogate.detach()
+    return torch.where(finite, kl, estimator(log_ratio.detach()))
+
+
+def kl_full(
+    logits: Tensor, ref_logits: Tensor, response_mask: Tensor, *, chunk_tokens: int = 256
+) -> Tensor:
+    """KL(π ‖ π_ref) summed over the vocabulary at each response token.
+
+        KL_t = Σ_a π(a | prefix) (log π(a | prefix) − log π_ref(a | prefix))
+
+    logits, ref_logits: [batch, response, vocab], as sampled from (divided by the temperature).
+    response_mask: [batch, response].
+    Returns [batch, response], 0 under the mask. No bias in value or gradient given the prefix.
+    Softmax in float32 at least, `chunk_tokens` tokens at a time, recomputed in the backward pass.
+    """
+    live = response_mask.bool().flatten()  # [batch · response]
+    chunks = zip(
+        logits.flatten(0, 1).split(chunk_tokens),
+        ref_logits.detach().flatten(0, 1).split(chunk_tokens),
+        live.split(chunk_tokens),
+        strict=True,
+    )
+    kl = [
+        checkpoint(_kl_of_rows, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    ]
+    return torch.cat(kl).view_as(response_mask)
+
+
+def _kl_of_rows(logits: Tensor, ref_logits: Tensor, live: Tensor) -> Tensor:
+    """logits: [tokens, vocab], live: [tokens] → [tokens]"""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dead = ~live.unsqueeze(-1)
+    logprobs = logits.masked_fill(dead, 0).to(dtype).log_softmax(-1)
+    ref_logprobs = ref_logits.masked_fill(dead, 0).to(dtype).log_softmax(-1)
+    # A symbol that π never draws (logit −inf) adds nothing, whatever the reference thinks of it.
+    difference = torch.where(logprobs > -math.inf, logprobs - ref_logprobs, 0)
+    return (logprobs.exp() * difference).sum(-1)
+
+
+class FixedKLController:
+    """A coefficient that stays what it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Changes nothing; the other controller's interface."""
+
+
+class AdaptiveKLController:
+    """Steers the KL towards a target (Ziegler et al. 2019, "Fine-tuning language models", §2.2).
+
+        e = clip(KL / target − 1, −0.2, 0.2)
+        β ← β (1 + e · n_steps / horizon)
+
+    n_steps counts samples, as `horizon` does.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        self.value = init_kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """A NaN says nothing about the distance and leaves the coefficient alone."""
+        if math.isnan(current_kl):
+            return
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
