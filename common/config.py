@@ -1,0 +1,466 @@
+"""The configuration: one tree of models, verl's names where verl has the key.
+
+The sentence under each field is its documentation (``docs/config.md`` and ``--help`` are made
+from it). Reading files, overrides and errors is in ``common/loading.py``; no heavy import here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from common.thresholds import parse_threshold
+
+
+def _threshold(value: object) -> object:
+    if value is not None:
+        parse_threshold(value)  # type: ignore[arg-type] # raises ValueError with the remedy
+    return value
+
+
+Threshold = Annotated[float | str | None, BeforeValidator(_threshold)]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLKind = Literal[
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+    "full",
+]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=False, protected_namespaces=()
+    )
+
+
+class Run(Section):
+    id: str | None = None
+    """Name of the run; letters, digits, `.`, `_`, `-`. Default: the config's name and the time."""
+    dir: str | None = None
+    """Folder of the run. Default: `runs/<run.id>`."""
+    seed: NonNegativeInt = 0
+    """Seeds prompt order, model initialisation, sampling and shuffling."""
+    max_steps: PositiveInt = 1000
+    """Number of optimizer steps (rows of `steps`) after which the run ends."""
+    redis_url: str | None = None
+    """Redis to use for run control. Default: a server of the run's own on loopback."""
+    goal_score: float | None = None
+    """End the run once `critic/score/mean`, averaged over `run.goal_window` steps, exceeds this."""
+    goal_window: PositiveInt = 20
+    """Steps over which `run.goal_score` is averaged."""
+    stop_timeout_s: PositiveFloat = 12.0
+    """Seconds a role gets to end cleanly after a stop, before it is killed."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Seconds a role waits for the roles it needs (config, broker, learner, model) before it gives up by name."""
+    max_restarts: NonNegativeInt = 10
+    """How often the supervisor restarts one role that died, before the run ends with its error."""
+    bind_host: str = "127.0.0.1"
+    """Address on which broker and learner listen. Anything but loopback is refused for now."""
+
+
+class Warmup(Section):
+    steps: NonNegativeInt = 0
+    """Largest number of supervised steps on prompt/answer pairs before RL; 0 switches the warm-up off."""
+    batch_size: PositiveInt = 64
+    """Pairs per supervised step."""
+    lr: PositiveFloat = 1e-3
+    """AdamW learning rate of the warm-up."""
+    target_score: float = 0.12
+    """The warm-up ends when the sampled score of the model reaches this."""
+    check_every: PositiveInt = 5
+    """Supervised steps between two checks of the sampled score."""
+
+
+class Model(Section):
+    path: str | None = None
+    """Folder (or hub name) of a Hugging Face causal LM with its tokenizer. Give this or `model.toy`."""
+    toy: bool = False
+    """Make a small random Qwen2 with a character tokenizer instead of loading one."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of the weights as trained and as served."""
+    warmup: Warmup = Field(default_factory=Warmup)
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Taken only from this host's own command line."""
+
+
+class OverlongBuffer(Section):
+    enable: bool = False
+    """Penalise responses that come close to `data.max_response_length` (DAPO)."""
+    len: NonNegativeInt = 0
+    """Length in tokens of the zone before `data.max_response_length` in which the penalty grows."""
+    penalty_factor: NonNegativeFloat = 1.0
+    """Penalty at full length."""
+
+
+class CustomFunction(Section):
+    path: str | None = None
+    """Python file with the reward function."""
+    name: str = "compute_score"
+    """Its name: `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`."""
+
+
+class Reward(Section):
+    custom_function: CustomFunction = Field(default_factory=CustomFunction)
+    timeout_s: PositiveFloat = 10.0
+    """Seconds one call of the reward function may take; then its process is killed and the sample dropped."""
+    overlong_buffer: OverlongBuffer = Field(default_factory=OverlongBuffer)
+
+
+class Data(Section):
+    train_files: list[str] | str | None = None
+    """JSONL or parquet files in verl's columns (`data_source`, `prompt`, `reward_model.ground_truth`, `extra_info`)."""
+    val_files: list[str] | str | None = None
+    """Held-out files, same columns."""
+    task: str | None = None
+    """A procedural task of `common/tasks.py` (e.g. `reverse_digits`) instead of files."""
+    train_batch_size: PositiveInt = 64
+    """B: prompts (groups) per step."""
+    max_prompt_length: PositiveInt = 512
+    """Prompts longer than this many tokens are dropped by name (`prompt_too_long`)."""
+    max_response_length: PositiveInt = 512
+    """Largest number of response tokens."""
+    shuffle: bool = True
+    """Shuffle the prompts (seeded) in each epoch."""
+    val_size: PositiveInt = 128
+    """Number of held-out prompts taken from a procedural task, or at most from `data.val_files`."""
+
+
+class KLCtrl(Section):
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Controller of the coefficient of the KL in the reward."""
+    kl_coef: NonNegativeFloat = 0.001
+    """(Initial) coefficient of the KL in the reward."""
+    horizon: PositiveInt = 10000
+    """Horizon of the adaptive controller, in samples."""
+    target_kl: PositiveFloat = 0.1
+    """Target of the adaptive controller."""
+
+
+class RolloutCorrection(Section):
+    rollout_is: Literal["token", "sequence", "geometric"] | None = "token"
+    """Level of the truncated importance weights proximal/behavior; null: none."""
+    rollout_is_threshold: Threshold = 2.0
+    """Truncation of the importance weights: a number C, or `lo_hi`."""
+    rollout_rs: Literal["token_k1", "token_k2", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "icepop"] | None = None
+    """Rejection: tokens or whole rows outside the threshold get weight 0; null: none."""
+    rollout_rs_threshold: Threshold = None
+    """Threshold of the rejection: a number or `lo_hi`."""
+
+
+class Algorithm(Section):
+    adv_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "remax"] = "grpo"
+    """Advantage estimator."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """λ of GAE."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide GRPO's advantages by the group's standard deviation."""
+    allow_single_sample_groups: bool = False
+    """Allow `rollout.n=1` with a group estimator (the advantage is then the score itself)."""
+    proximal: Literal["recompute", "bypass", "loglinear"] = "recompute"
+    """The clip anchor π_prox: recomputed by the learner, := behavior (bypass), or interpolated (A-3PO)."""
+    rollout_correction: RolloutCorrection = Field(default_factory=RolloutCorrection)
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference from the token rewards."""
+    kl_penalty: KLKind = "kl"
+    """Estimator of the KL in the reward."""
+    kl_ctrl: KLCtrl = Field(default_factory=KLCtrl)
+    kl_warmup_ratio: float = Field(0.0, ge=0, lt=1)
+    """First share of `run.max_steps` without any KL term."""
+
+
+class Optim(Section):
+    lr: PositiveFloat = 1e-6
+    """AdamW learning rate."""
+    lr_warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Schedule after the warm-up, over `run.max_steps`."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Floor of the schedule as a share of `lr`."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's β."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's ε."""
+
+
+class PolicyLoss(Section):
+    loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
+    """Form of the policy loss."""
+
+
+class Trained(Section):
+    """What actor and critic have in common."""
+
+    optim: Optim = Field(default_factory=Optim)
+    grad_clip: PositiveFloat = 1.0
+    """Largest norm of the gradient."""
+    ppo_mini_batch_size: PositiveInt | None = None
+    """Prompts per optimizer update. Default: `data.train_batch_size`."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each batch."""
+    use_dynamic_bsz: bool = True
+    """Micro-batches by token budget instead of by row count."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of one packed micro-batch with gradients."""
+    ppo_micro_batch_size_per_gpu: PositiveInt = 8
+    """Rows per micro-batch when `use_dynamic_bsz` is false."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number."""
+
+
+class Actor(Trained):
+    policy_loss: PolicyLoss = Field(default_factory=PolicyLoss)
+    clip_ratio: float = Field(0.2, gt=0, lt=1)
+    """PPO's ε, both sides."""
+    clip_ratio_low: float | None = Field(None, gt=0, lt=1)
+    """ε below 1. Default: `clip_ratio`."""
+    clip_ratio_high: PositiveFloat | None = None
+    """ε above 1 (DAPO's clip-higher). Default: `clip_ratio`."""
+    clip_ratio_c: float = Field(3.0, gt=1)
+    """Dual clip: bound on the loss of tokens with negative advantage."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the KL to the reference to the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL in the loss."""
+    kl_loss_type: KLKind = "low_var_kl"
+    """Estimator of the KL in the loss."""
+    log_prob_max_token_len_per_gpu: PositiveInt | None = None
+    """Token budget of forward-only passes. Default: `ppo_max_token_len_per_gpu`."""
+
+
+class Critic(Trained):
+    optim: Optim = Field(default_factory=lambda: Optim(lr=1e-5))
+    model_path: str | None = None
+    """Backbone of the critic. Default: the actor's initial weights."""
+    cliprange_value: PositiveFloat | None = 0.5
+    """Clip of the value update; null: none."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps in which only the critic is trained."""
+
+
+class Rollout(Section):
+    n: PositiveInt = 8
+    """Samples per prompt (the group)."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of training rollouts."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; below 1 only with `allow_truncated_sampling`."""
+    top_k: int = -1
+    """Top-k; above 0 only with `allow_truncated_sampling`."""
+    allow_truncated_sampling: bool = False
+    """Accept the bias of top-p/top-k sampling and report it."""
+    max_num_seqs: PositiveInt = 256
+    """Requests one engine runs at once; also its credit for leases."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """GPUs per engine."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of GPU memory for one engine."""
+    cpu_kv_cache_bytes: PositiveInt = 64 << 20
+    """KV cache of one engine on CPU."""
+    enable_prefix_caching: bool = True
+    """vLLM's prefix cache (reset at each weight swap)."""
+    recompute_kv: bool = True
+    """Recompute running requests' KV after a swap (exact); false lowers later spans to the oldest KV's version."""
+    heartbeat_s: PositiveFloat = 0.5
+    """Seconds between a generator's progress reports."""
+
+
+class Trainer(Section):
+    save_freq: int = 50
+    """Steps between checkpoints; -1: only the first and the last."""
+    test_freq: int = -1
+    """Steps between held-out validations on the generators; -1: never."""
+    val_before_train: bool = False
+    """Validate version 0 before the first step."""
+    resume_mode: Literal["auto", "off"] = "auto"
+    """auto: a run directory that has a run of this config is continued; off: it is refused."""
+    max_ckpt_to_keep: PositiveInt = 2
+    """Checkpoints kept (the newest valid one always)."""
+    max_nonfinite_steps: PositiveInt = 3
+    """Skipped steps in a row after which the run ends with an error."""
+    nproc_per_node: PositiveInt = 1
+    """Learner ranks on this host."""
+    logger: list[Literal["console", "wandb"]] = ["console", "wandb"]
+    """Sinks beside `metrics.jsonl`, which is always written."""
+    project_name: str = "leeway"
+    """wandb project."""
+    experiment_name: str | None = None
+    """wandb run name. Default: `run.id`."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels."""
+
+
+class Staleness(Section):
+    max: NonNegativeInt = 2
+    """η: no token older than this many versions carries loss weight. 0 is synchronous on-policy training."""
+    policy: Literal["drop"] = "drop"
+    """What becomes of a group that is, or is bound to become, too old."""
+
+
+class Weights(Section):
+    publish_every: PositiveInt = 1
+    """Steps between two publications of weights."""
+    transport: Literal["auto", "gloo"] = "auto"
+    """How weights travel."""
+    bucket_bytes: PositiveInt = 16 << 20
+    """Size of one transfer bucket."""
+    timeout_s: PositiveFloat = 30.0
+    """Longest time one member can hold up a publication; then it is left out."""
+
+
+class Ledger(Section):
+    max_attempts: PositiveInt = 3
+    """Attempts per prompt before it is dropped."""
+    lease_timeout_s: PositiveFloat = 60.0
+    """A lease without progress for this long expires."""
+    lease_limit_s: PositiveFloat = 1800.0
+    """Absolute limit of one lease."""
+    fsync: bool = False
+    """Also survive power loss (SQLite synchronous=FULL)."""
+    keep_bytes: NonNegativeInt = 1 << 30
+    """Trained payloads kept beyond what redo needs."""
+
+
+class Generators(Section):
+    count: NonNegativeInt = 2
+    """Generators that `launch.py run` and `launch.py generators` start on this host."""
+
+
+class Config(Section):
+    """Leeway's configuration."""
+
+    run: Run = Field(default_factory=Run)
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    reward: Reward = Field(default_factory=Reward)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    actor: Actor = Field(default_factory=Actor)
+    critic: Critic = Field(default_factory=Critic)
+    rollout: Rollout = Field(default_factory=Rollout)
+    trainer: Trainer = Field(default_factory=Trainer)
+    staleness: Staleness = Field(default_factory=Staleness)
+    weights: Weights = Field(default_factory=Weights)
+    ledger: Ledger = Field(default_factory=Ledger)
+    generators: Generators = Field(default_factory=Generators)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.data.max_prompt_length + self.data.max_response_length
+
+
+def combination_faults(c: Config) -> list[str]:
+    """Combinations of values that cannot work, each with its remedy."""
+    faults = []
+
+    def refuse(when: bool, fault: str) -> None:
+        if when:
+            faults.append(fault)
+
+    B = c.data.train_batch_size
+    refuse(
+        c.weights.publish_every > c.staleness.max + 1,
+        f"weights.publish_every={c.weights.publish_every}: larger than staleness.max + 1 = {c.staleness.max + 1}; "
+        "the lease gate would close for ever. Lower weights.publish_every or raise staleness.max",
+    )
+    truncated = c.rollout.top_p < 1 or c.rollout.top_k > 0
+    refuse(
+        truncated and not c.rollout.allow_truncated_sampling,
+        f"rollout.top_p={c.rollout.top_p}, rollout.top_k={c.rollout.top_k}: the learner's log-probs "
+        "would not be those of the distribution sampled. Use top_p=1, top_k=-1, or accept the bias with rollout.allow_truncated_sampling=true",
+    )
+    refuse(
+        bool(c.model.path) == c.model.toy,
+        "model.path: give exactly one of model.path=FOLDER and model.toy=true",
+    )
+    refuse(
+        bool(c.data.train_files) == bool(c.data.task),
+        "data.train_files: give exactly one of data.train_files and data.task",
+    )
+    for name, part in (("actor", c.actor), ("critic", c.critic)):
+        mini = part.ppo_mini_batch_size
+        refuse(
+            mini is not None and B % mini != 0,
+            f"{name}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={B}",
+        )
+        refuse(
+            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu < c.max_sequence_tokens,
+            f"{name}.ppo_max_token_len_per_gpu={part.ppo_max_token_len_per_gpu}: one sequence can have "
+            f"data.max_prompt_length + data.max_response_length = {c.max_sequence_tokens} tokens; "
+            "raise it to at least that",
+        )
+    refuse(
+        c.rollout.n == 1
+        and c.algorithm.adv_estimator in ("grpo", "dr_grpo", "rloo")
+        and not c.algorithm.allow_single_sample_groups,
+        f"rollout.n=1: {c.algorithm.adv_estimator} compares samples of one prompt; set rollout.n ≥ 2 "
+        "(or algorithm.allow_single_sample_groups=true)",
+    )
+    refuse(
+        c.algorithm.adv_estimator == "remax",
+        "algorithm.adv_estimator=remax: needs one greedy sample per group, which the ledger cannot lease "
+        "yet; use rloo or grpo",
+    )
+    refuse(
+        c.algorithm.rollout_correction.rollout_rs is not None
+        and c.algorithm.rollout_correction.rollout_rs_threshold is None,
+        "algorithm.rollout_correction.rollout_rs_threshold: needed with rollout_rs; "
+        "give a number or lo_hi such as 0.5_2.0",
+    )
+    refuse(
+        c.algorithm.kl_penalty == "full" and c.algorithm.use_kl_in_reward,
+        "algorithm.kl_penalty=full: needs whole logits of both models; use low_var_kl or kl",
+    )
+    refuse(
+        c.actor.kl_loss_type == "full" and c.actor.use_kl_loss,
+        "actor.kl_loss_type=full: needs whole logits of both models; use low_var_kl or kl",
+    )
+    refuse(
+        c.reward.overlong_buffer.enable and not 0 < c.reward.overlong_buffer.len <= c.data.max_response_length,
+        f"reward.overlong_buffer.len={c.reward.overlong_buffer.len}: must be in "
+        f"1..data.max_response_length={c.data.max_response_length}",
+    )
+    refuse(
+        c.run.bind_host not in ("127.0.0.1", "localhost"),
+        f"run.bind_host={c.run.bind_host}: a public bind needs transport keys, which are not there yet; use 127.0.0.1",
+    )
+    refuse(
+        c.trainer.nproc_per_node != 1,
+        f"trainer.nproc_per_node={c.trainer.nproc_per_node}: only one learner rank for now; set it to 1",
+    )
+    return faults

@@ -1,0 +1,72 @@
+"""Every error Leeway raises, in one tree.
+
+LeewayError
+├── ConfigError      a bad configuration or input, found before work starts (exit code 2)
+├── WireError        a message that breaks the schema or its limits
+├── LedgerError      a request the ledger refuses; a damaged ledger
+├── ControlError     Redis: unreachable, refused, or in contradiction with this process
+├── WeightError      a publication that failed, was torn, or was refused
+│   └── PeerError    … because of one peer, which it names
+├── FencedError      this process lost its epoch to a newer one
+├── CheckpointError  a checkpoint that is missing, damaged or foreign
+└── DeadlineError    a named wait that reached its limit
+
+A message says what happened, where, and what to do.
+"""
+
+
+class LeewayError(Exception):
+    """Base of all errors; ``exit_code`` is what a role that ends by it returns."""
+
+    exit_code = 1
+
+
+class ConfigError(LeewayError):
+    """All faults of a configuration at once, one line each."""
+
+    exit_code = 2
+
+    def __init__(self, faults: list[str] | str) -> None:
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        super().__init__("\n".join(self.faults))
+
+
+class WireError(LeewayError):
+    """A message that is not what the schema says; ``reason`` is a short word to count by."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+class LedgerError(LeewayError):
+    pass
+
+
+class ControlError(LeewayError):
+    pass
+
+
+class WeightError(LeewayError):
+    pass
+
+
+class PeerError(WeightError):
+    def __init__(self, peer: str, what: str) -> None:
+        self.peer = peer
+        super().__init__(f"{peer}: {what}")
+
+
+class FencedError(LeewayError):
+    pass
+
+
+class CheckpointError(LeewayError):
+    pass
+
+
+class DeadlineError(LeewayError):
+    def __init__(self, waiting_for: str, waited_s: float, remedy: str = "") -> None:
+        self.waiting_for = waiting_for
+        tail = f"; {remedy}" if remedy else ""
+        super().__init__(f"waited {waited_s:.1f} s for {waiting_for}{tail}")

@@ -1,0 +1,356 @@
+"""The wire: every message and its fields, in one place (``docs/protocol.md`` is made from it).
+
+A message is ``[header, payload, …]``: a small msgpack map that names an ``op``, then frames that
+the broker checks, stores and forwards. No pickle, no extension types; limits hold before anything
+is decoded. Arrays are raw little-endian bytes with dtype and length in a map.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import WireError
+
+SCHEMA = 1
+MAX_HEADER_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = 64 << 20
+MAX_FRAMES = 4096
+MAX_CONTAINERS = 20_000
+MAX_DEPTH = 16
+
+# ---------------------------------------------------------------- headers
+# op -> field -> type. `int` excludes bool; `float` admits int; a tuple is "one of".
+Number = (int, float)
+_OPTIONAL_NUMBER = (int, float, type(None))
+
+GENERATOR_OPS: dict[str, dict[str, Any]] = {
+    # generator -> broker
+    "hello": {"run": str, "name": str, "incarnation": str, "version": int},
+    # `capacity`: samples it is willing to hold at once; `progress`: [group, attempt, tokens] of each
+    # lease it works on; `sampling`: [start, end] spans (Unix seconds) in which requests ran.
+    "heartbeat": {"version": int, "capacity": int, "progress": list, "sampling": list, "stats": dict},
+    # payload: one sample (`encode_sample`)
+    "sample": {
+        "group": int, "attempt": int, "index": int, "crc": int, "num_tokens": int, "num_live_tokens": int,
+        "reward": _OPTIONAL_NUMBER, "truncated": bool, "oldest": int, "newest": int, "fault": (str, type(None)),
+    },
+    # the generator cannot work on a lease; `retry` false: the prompt itself is at fault
+    "give_back": {"group": int, "attempt": int, "reason": str, "retry": bool},
+    "bye": {},
+    # broker -> generator
+    "welcome": {"version": int, "floor": int},
+    # payload: the prompt row (`pack`)
+    "lease": {"group": int, "attempt": int, "indices": list, "lane": str, "limit_s": float},
+    "acks": {"keys": list},
+    "cancel": {"group": int, "attempt": int, "reason": str},
+    # why nothing is leased to this generator now
+    "wait": {"reason": str},
+    "refused": {"re": str, "reason": str, "detail": str},
+}  # fmt: skip
+
+LEARNER_OPS: dict[str, dict[str, Any]] = {
+    # learner -> broker; every request carries `id`, the answer repeats it
+    "attach": {"id": int, "run": str, "name": str, "incarnation": str},
+    "claim": {"id": int, "epoch": int, "step": int, "version": int, "num_groups": int},
+    "fetch": {"id": int, "epoch": int, "keys": list},
+    "ack_step": {
+        "id": int, "epoch": int, "step": int, "applied": bool, "reason": str, "settings": dict,
+        "digest": str, "optimizer_span": list,
+    },
+    "return": {"id": int, "epoch": int, "step": int, "reason": str},
+    "checkpoint": {"id": int, "epoch": int, "step": int, "path": str},
+    "rows": {"id": int, "epoch": int, "after": int},
+    "validate": {"id": int, "epoch": int, "step": int, "version": int},
+    "validations": {"id": int, "epoch": int},
+    "status": {"id": int},
+    # broker -> learner
+    "attached": {"id": int, "epoch": int, "version": int, "step": int, "floor": int, "checkpoint": int},
+    # `groups`: [{group, attempt, samples: [sample header fields]}]; `limit`: staleness limit in force;
+    # `short`: the data ended and fewer groups than asked for are left
+    "claimed": {"id": int, "step": int, "limit": int, "short": bool, "groups": list},
+    "ended": {"id": int, "reason": str},
+    # payloads: the samples in the order of `keys`
+    "samples": {"id": int, "keys": list},
+    "stepped": {"id": int, "version": int, "checkpoint_wanted": bool, "stats": dict},
+    "done": {"id": int},
+    # `rows`: [{step, epoch, version, applied, settings, digest, groups: as in `claimed`}]
+    "step_rows": {"id": int, "rows": list},
+    # `results`: [{step, version, score, num_samples}]
+    "validation_results": {"id": int, "results": list},
+    "status_is": {"id": int, "status": dict},
+    "error": {"id": int, "kind": str, "detail": str},
+}  # fmt: skip
+
+# The learner's control socket (weights). `number` names one publication attempt.
+CONTROL_OPS: dict[str, dict[str, Any]] = {
+    # engine -> learner
+    "hello": {"run": str, "name": str, "incarnation": str, "version": int, "num_workers": int},
+    "beat": {"version": int, "state": str},
+    "prepared": {"number": int},
+    "staged": {"number": int, "digest": int},
+    "held": {"number": int, "version": int, "pause_s": float},
+    "failed": {"number": int, "reason": str},
+    "leave": {},
+    # learner -> engine
+    "welcome": {"epoch": int},
+    # payload: the manifest
+    "prepare": {
+        "epoch": int, "version": int, "number": int, "rank": int, "world_size": int,
+        "store_host": str, "store_port": int, "prefix": str, "timeout_s": float,
+    },
+    "swap": {"number": int, "version": int},
+    "abort": {"number": int, "reason": str},
+    "refused": {"re": str, "reason": str, "detail": str},
+}  # fmt: skip
+
+
+def pack(value: Any) -> bytes:
+    return msgpack.packb(value, use_bin_type=True)  # type: ignore[no-any-return]
+
+
+def unpack(data: bytes, *, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
+    """Decode one msgpack value within the limits.
+
+    Raises:
+        WireError: `too_large`, `too_many_containers`, `too_deep`, `extension_type`, `not_msgpack`.
+    """
+    if len(data) > max_bytes:
+        raise WireError("too_large", f"{len(data)} bytes, at most {max_bytes}")
+    left = MAX_CONTAINERS
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise WireError("too_many_containers", f"more than {MAX_CONTAINERS}")
+        return container
+
+    def no_extension(code: int, _data: bytes) -> Any:
+        raise WireError("extension_type", f"code {code}")
+
+    try:
+        value = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, object_hook=count, list_hook=count, ext_hook=no_extension,
+            max_array_len=MAX_CONTAINERS, max_map_len=1024, max_str_len=1 << 20, max_ext_len=0,
+        )  # fmt: skip
+    except WireError:
+        raise
+    except Exception as e:  # msgpack raises ValueError, UnicodeDecodeError, TypeError, its own…
+        raise WireError("not_msgpack", f"{type(e).__name__}: {e}") from None
+    if _depth(value) > MAX_DEPTH:
+        raise WireError("too_deep", f"deeper than {MAX_DEPTH}")
+    return value
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [x for x in level if isinstance(x, (dict, list))]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            break
+        level = [x for c in level for x in (c.values() if isinstance(c, dict) else c)]
+    return depth
+
+
+def encode(op: str, *payload: bytes, **fields: Any) -> list[bytes]:
+    """A message as frames."""
+    return [pack({"v": SCHEMA, "op": op, **fields}), *payload]
+
+
+def decode(frames: list[bytes], ops: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any], list[bytes]]:
+    """``(op, fields, payload frames)`` of a message whose header obeys the table ``ops``.
+
+    Raises:
+        WireError: see ``unpack``; also `no_header`, `schema_version`, `unknown_op`,
+            `missing_field`, `extra_field`, `wrong_type`, `too_many_frames`.
+    """
+    if not frames:
+        raise WireError("no_header")
+    if len(frames) > MAX_FRAMES:
+        raise WireError("too_many_frames", f"{len(frames)}")
+    header = unpack(frames[0], max_bytes=MAX_HEADER_BYTES)
+    if not isinstance(header, dict):
+        raise WireError("no_header", f"a {type(header).__name__}")
+    if header.pop("v", None) != SCHEMA:
+        raise WireError("schema_version", f"this side speaks {SCHEMA}; run the same Leeway everywhere")
+    op = header.pop("op", None)
+    schema = ops.get(op) if isinstance(op, str) else None
+    if schema is None:
+        raise WireError("unknown_op", repr(op)[:80])
+    for name, kind in schema.items():
+        if name not in header:
+            raise WireError("missing_field", f"{op}.{name}")
+        if not _is(header[name], kind):
+            raise WireError("wrong_type", f"{op}.{name} is a {type(header[name]).__name__}")
+    if len(header) > len(schema):
+        raise WireError("extra_field", f"{op}.{next(iter(header.keys() - schema.keys()))}"[:80])
+    return str(op), header, frames[1:]
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        kind = (int, float)
+    return isinstance(value, kind) and not (isinstance(value, int) and not -(1 << 62) < value < 1 << 62)
+
+
+# ---------------------------------------------------------------- samples
+@dataclass(frozen=True)
+class Sample:
+    """One response, as it travels and as it is stored. Example in comments, for a response of 6 tokens."""
+
+    group: int  # 17
+    attempt: int  # 0
+    index: int  # 3: the fourth of its group
+    prompt_ids: NDArray[np.int32]  # [prompt]
+    response_ids: NDArray[np.int32]  # [response]
+    behavior_logprobs: NDArray[np.float32]  # [response], of the distribution actually sampled
+    spans: tuple[tuple[int, int, int], ...]  # ((4, 0, 2), (5, 2, 6)): version 4 made the first two tokens
+    sampling: dict[str, float]  # {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    finish_reason: str  # "stop" or "length"
+    reward: float | None  # None: the reward failed, see `fault`
+    generator: str  # name of the generator
+    loss_mask_runs: tuple[int, ...] = ()  # (4, 2): four trained tokens, then two that are not; (): all are
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)  # seconds: {"generate_s": 0.12, "reward_s": 0.001}
+    fault: str | None = None  # "reward_timeout", "reward_error", …: the sample cannot be trained
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """[response]: 1 on tokens that the policy sampled, 0 on tool and environment tokens."""
+        runs = self.loss_mask_runs or (len(self.response_ids),)
+        return np.repeat(np.arange(len(runs)) % 2 == 0, runs)
+
+    @property
+    def behavior_versions(self) -> NDArray[np.int64]:
+        """[response]: the version that sampled each token."""
+        return np.repeat(
+            np.array([v for v, _, _ in self.spans], dtype=np.int64),
+            [end - start for _, start, end in self.spans],
+        )
+
+
+def encode_sample(s: Sample) -> list[bytes]:
+    """The frames of a ``sample`` message."""
+    payload = pack(
+        {
+            "v": SCHEMA,
+            "prompt_ids": _array(s.prompt_ids, "<i4"),
+            "response_ids": _array(s.response_ids, "<i4"),
+            "behavior_logprobs": _array(s.behavior_logprobs, "<f4"),
+            "spans": _array(np.asarray(s.spans, dtype=np.int64).reshape(-1), "<i8"),
+            "loss_mask_runs": _array(np.asarray(s.loss_mask_runs, dtype=np.int32), "<i4"),
+            "sampling": s.sampling,
+            "finish_reason": s.finish_reason,
+            "reward": s.reward,
+            "reward_parts": s.reward_parts,
+            "generator": s.generator,
+            "timing": s.timing,
+            "fault": s.fault,
+        }
+    )
+    versions = [v for v, _, _ in s.spans]
+    return encode(
+        "sample", payload,
+        group=s.group, attempt=s.attempt, index=s.index, crc=zlib.crc32(payload),
+        num_tokens=len(s.response_ids), num_live_tokens=int(s.loss_mask.sum()), reward=s.reward,
+        truncated=s.finish_reason == "length", oldest=min(versions, default=-1), newest=max(versions, default=-1),
+        fault=s.fault,
+    )  # fmt: skip
+
+
+def decode_sample(header: dict[str, Any], payload: bytes, *, vocab_size: int | None = None) -> Sample:
+    """The sample of a ``sample`` header (or a claim's sample fields) and its payload, checked whole.
+
+    Raises:
+        WireError: `checksum`, `missing_field`, `wrong_type`, `lengths_disagree`, `empty_response`,
+            `token_out_of_vocabulary`, `bad_logprob`, `bad_span`, `bad_reward`.
+    """
+    if zlib.crc32(payload) != header["crc"]:
+        raise WireError("checksum", f"sample {header['group']}/{header['attempt']}/{header['index']}")
+    m = unpack(payload)
+    if not isinstance(m, dict) or m.get("v") != SCHEMA:
+        raise WireError("schema_version", "payload")
+    try:
+        s = Sample(
+            group=header["group"], attempt=header["attempt"], index=header["index"],
+            prompt_ids=_read_array(m["prompt_ids"], "<i4"),
+            response_ids=_read_array(m["response_ids"], "<i4"),
+            behavior_logprobs=_read_array(m["behavior_logprobs"], "<f4"),
+            spans=tuple((int(v), int(a), int(b)) for v, a, b in _read_array(m["spans"], "<i8").reshape(-1, 3)),
+            loss_mask_runs=tuple(int(r) for r in _read_array(m["loss_mask_runs"], "<i4")),
+            sampling=_numbers(m["sampling"]), finish_reason=_text(m["finish_reason"]),
+            reward=m["reward"], reward_parts=_numbers(m["reward_parts"]), generator=_text(m["generator"]),
+            timing=_numbers(m["timing"]), fault=m["fault"],
+        )  # fmt: skip
+    except KeyError as e:
+        raise WireError("missing_field", f"payload.{e.args[0]}") from None
+    except (TypeError, ValueError) as e:
+        raise WireError("wrong_type", f"payload: {e}") from None
+    _check_sample(s, header, vocab_size)
+    return s
+
+
+def _check_sample(s: Sample, header: dict[str, Any], vocab_size: int | None) -> None:
+    n = len(s.response_ids)
+    if n == 0 or len(s.prompt_ids) == 0:
+        raise WireError("empty_response" if n == 0 else "empty_prompt")
+    if len(s.behavior_logprobs) != n or header["num_tokens"] != n:
+        raise WireError(
+            "lengths_disagree", f"{n} tokens, {len(s.behavior_logprobs)} log-probs, header {header['num_tokens']}"
+        )
+    if s.loss_mask_runs and (min(s.loss_mask_runs) < 0 or sum(s.loss_mask_runs) != n):
+        raise WireError("lengths_disagree", "loss mask")
+    if header["num_live_tokens"] != int(s.loss_mask.sum()):
+        raise WireError("lengths_disagree", "num_live_tokens")
+    for ids in (s.prompt_ids, s.response_ids):
+        if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
+            raise WireError("token_out_of_vocabulary", f"{int(ids.min())}..{int(ids.max())}, vocabulary {vocab_size}")
+    sampled = s.behavior_logprobs[s.loss_mask]
+    if not np.isfinite(sampled).all() or (sampled > 1e-3).any():
+        raise WireError("bad_logprob", "not finite, or above 0, on a sampled token")
+    edges = [0, *(end for _, _, end in s.spans)]
+    if any(v < 0 or a != edge or b <= a for (v, a, b), edge in zip(s.spans, edges, strict=False)) or edges[-1] != n:
+        raise WireError("bad_span", f"{s.spans} over {n} tokens")
+    versions = [v for v, _, _ in s.spans]
+    if header["oldest"] != min(versions) or header["newest"] != max(versions):
+        raise WireError("bad_span", "header disagrees")
+    if s.fault is None and not (isinstance(s.reward, (int, float)) and np.isfinite(s.reward)):
+        raise WireError("bad_reward", repr(s.reward)[:40])
+    if header["reward"] != s.reward or header["fault"] != s.fault:
+        raise WireError("bad_reward", "header disagrees")
+    if s.finish_reason not in ("stop", "length") or header["truncated"] != (s.finish_reason == "length"):
+        raise WireError("wrong_type", f"finish_reason {s.finish_reason!r}"[:80])
+
+
+def _array(a: NDArray[Any], dtype: str) -> dict[str, Any]:
+    a = np.ascontiguousarray(a, dtype=dtype)
+    return {"dtype": dtype, "len": a.size, "data": a.tobytes()}
+
+
+def _read_array(m: Any, dtype: str) -> NDArray[Any]:
+    if not isinstance(m, dict) or m.get("dtype") != dtype or not isinstance(m.get("data"), bytes):
+        raise TypeError(f"no array of {dtype}")
+    a = np.frombuffer(m["data"], dtype=dtype)
+    if a.size != m.get("len"):
+        raise WireError("lengths_disagree", "array")
+    return a
+
+
+def _numbers(m: Any) -> dict[str, float]:
+    if not isinstance(m, dict) or not all(isinstance(v, (int, float)) for v in m.values()):
+        raise TypeError("not a map of numbers")
+    return m
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a string")
+    return value
