@@ -53,7 +53,9 @@ venv_works() {
     [[ -x $venv/bin/python ]] && fits "$venv/bin/python" && "$venv/bin/python" -m pip --version &>/dev/null &&
         "$venv/bin/python" -c 'import os, sys; sys.exit(not os.path.samefile(sys.prefix, ".venv"))'
 }
-if ! venv_works || [[ -n ${LEEWAY_PYTHON:-} ]]; then
+# Both engines are called `vllm`: changing from one to the other needs a new venv.
+kept=$(cat "$venv/.leeway-accelerator" 2>/dev/null || echo "$accelerator")
+if [[ $kept != "$accelerator" || -n ${LEEWAY_PYTHON:-} ]] || ! venv_works; then
     python=
     for candidate in ${LEEWAY_PYTHON:-python3.11 python3.12 python3 python}; do
         if fits "$candidate"; then python=$candidate; break; fi
@@ -67,6 +69,7 @@ if ! venv_works || [[ -n ${LEEWAY_PYTHON:-} ]]; then
     say "    $("$python" --version) from $(command -v "$python")"
 fi
 rm -f "$stamp"
+printf '%s\n' "$accelerator" >"$venv/.leeway-accelerator"
 python=$venv/bin/python
 phase_done
 
