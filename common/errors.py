@@ -9,7 +9,8 @@ LeewayError
 │   └── PeerError    … because of one peer, which it names
 ├── FencedError      this process lost its epoch to a newer one
 ├── CheckpointError  a checkpoint that is missing, damaged or foreign
-└── DeadlineError    a named wait that reached its limit
+├── DeadlineError    a named wait that reached its limit
+└── Stopped          this process was told to stop while it waited (exit code 0)
 
 A message says what happened, where, and what to do.
 """
@@ -70,3 +71,10 @@ class DeadlineError(LeewayError):
         self.waiting_for = waiting_for
         tail = f"; {remedy}" if remedy else ""
         super().__init__(f"waited {waited_s:.1f} s for {waiting_for}{tail}")
+
+
+class Stopped(LeewayError):
+    exit_code = 0
+
+    def __init__(self, waiting_for: str = "") -> None:
+        super().__init__(f"told to stop while waiting for {waiting_for}" if waiting_for else "told to stop")
