@@ -152,7 +152,7 @@ def test_redis_lost_and_back_empty(tmp_path):
         until(lambda: not worker.connected and not watcher.connected)
         assert watcher.entries("learner")[0].address == "tcp://127.0.0.1:9"
         assert (watcher.desired(), watcher.model()) == ("paused", "/m")
-        with pytest.raises(ControlError, match="127.0.0.1"):
+        with pytest.raises(ControlError, match=r"127\.0\.0\.1"):
             watcher.set_desired("running", "bob")
 
         shutil.rmtree(tmp_path / "redis" / "data")
