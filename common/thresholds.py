@@ -32,8 +32,6 @@ def parse_threshold(threshold: float | str) -> tuple[float | None, float]:
     """
     low_text, has_lower, high_text = str(threshold).strip().rpartition("_")
     try:
-        if isinstance(threshold, bool):
-            raise ValueError
         upper = float(high_text)
         lower = float(low_text) if has_lower else None
     except ValueError:

@@ -87,7 +87,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
     kl = estimator(x)
     if straight_through:
         surrogate = _k2(x)
-        kl = kl.detach() + surrogate - surrogate.detach()
+        kl = kl.detach() + (surrogate - surrogate.detach())
     return torch.where(finite, kl, estimator(log_ratio.detach()))
 
 
