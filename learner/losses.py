@@ -145,7 +145,7 @@ def _vanilla(
     clip_high: float,
     clip_c: float,
 ) -> Surrogate:
-    """PPO (Schulman et al. 2017, eq. 7) with the dual clip (Ye et al. 2020, eq. 5).
+    """PPO (Schulman et al. 2017, eq. 7) with the dual clip (Ye et al. 2020).
 
         ℓ = −min(r A, clip(r, 1−ε_low, 1+ε_high) A)       A ≥ 0
         ℓ = min(−c A, the same)                           A < 0

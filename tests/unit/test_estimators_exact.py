@@ -283,6 +283,13 @@ def test_in_gradient_plus_is_the_kl_with_prefixes_held_fixed(kind):
     assert bias > 0.05
 
 
+def test_kl_in_the_reward_has_the_gradient_of_the_kl_of_whole_responses():
+    kl = kl_penalty(logprobs_of(CURRENT), logprobs_of(REF), kind="kl")
+    returns, _ = reinforce_plus_plus(-kl, MASK, gamma=1.0, whiten=False)
+    ours = expected_gradient(probability(CURRENT), None, returns)
+    assert equal(ours, -gradient(full_sequence_kl))
+
+
 def test_the_sum_over_the_vocabulary_has_the_same_gradient():
     def loss(logits):
         kl = kl_full(logits[PREFIX], REF[PREFIX], MASK)
