@@ -1,0 +1,149 @@
+"""Finding the answer in a text: pure, linear string work.
+
+Used by the scorers (``generators/rewards/``) on responses and by the check of reference answers
+when data are loaded, so that both sides go through the same parser. Nothing here looks at a window
+of the text: neither position nor length of a response changes what is found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from fractions import Fraction
+
+MAX_NUMBER_CHARS = 400  # longer digit strings are no answer to anything
+_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+# A minus is a sign only where no operand stands before it: `10-15` is no negative number.
+_SIGN = r"(?:(?<![0-9A-Za-z)\]}.])-)?"
+_NUMBER = re.compile(
+    rf"{_SIGN}(?:\\[dt]?frac(?:\{{(?P<over>-?[0-9]+)\}}\{{(?P<under>[0-9]+)\}}|(?P<over1>[0-9])(?P<under1>[0-9]))"
+    rf"|(?:{_UNSIGNED})(?:/[0-9]+)?)"
+)
+_BOX = re.compile(r"\\(?:boxed|fbox)[^\S\n]*")
+_BRACE = re.compile(r"[{}]")
+_MARKER = re.compile(r"####+[^\S\n]*\n?([^\n]*)")
+_DECORATION = " \t*_`"
+_LATEX_NOISE = (
+    ("-\\$", "-"),
+    ("-$$", "-"),
+    ("-$", "-"),
+    ("\\!", ""),
+    ("\\,", ""),
+    ("{,}", ","),
+    ("\\%", "%"),
+    ("\\$", " "),
+    ("\\ ", " "),
+)
+
+
+def clean(text: str) -> str:
+    """``text`` with one kind of minus and without currency and mathematics signs and LaTeX's spacing."""
+    text = text.replace("\u2212", "-").replace("\uff0d", "-")
+    for noise, plain in _LATEX_NOISE:
+        text = text.replace(noise, plain)
+    return text.replace("$", " ")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced.
+
+    None if there is none, or if the *last* one is never closed: an earlier box does not stand in
+    for an answer that was begun and not finished.
+    """
+    last = _last(_BOX, text)
+    if last is None:
+        return None
+    if text[last.end() : last.end() + 1] != "{":
+        return text[last.end() : last.end() + 1].strip() or None  # "\boxed 7", as TeX reads it
+    return _balanced(text, last.end())
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    found = deque(pattern.finditer(text), maxlen=1)
+    return found[0] if found else None
+
+
+def has_box(text: str) -> bool:
+    return _BOX.search(text) is not None
+
+
+def _balanced(text: str, start: int) -> str | None:
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        if brace.start() and text[brace.start() - 1] == "\\":
+            continue  # \{ and \} are set braces
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[start + 1 : brace.start()]
+    return None
+
+
+def marked(text: str) -> str | None:
+    """What stands behind the last ``####`` on its line, decorations stripped; None without a marker.
+
+    Lines that begin with a letter are headings of a Markdown text, not answers.
+    """
+    answer = None
+    for match in _MARKER.finditer(text):
+        line = match.group(1).strip(_DECORATION)
+        if not line[:1].isalpha():
+            answer = line
+    return answer
+
+
+def number(text: str) -> Fraction | None:
+    """The number that ``text`` begins with: sign, commas, decimals, ``a/b``, ``\\frac{a}{b}``."""
+    match = _NUMBER.match(text.strip(_DECORATION))
+    return _value(match) if match else None
+
+
+def only_number(text: str) -> Fraction | None:
+    """The number that ``text`` is, with nothing beside it but decorations, ``%`` and a full stop."""
+    match = _NUMBER.fullmatch(text.strip(_DECORATION).rstrip(_DECORATION + ".%"))
+    return _value(match) if match else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a running text."""
+    last = _last(_NUMBER, text)
+    return _value(last) if last else None
+
+
+def final_number(text: str) -> Fraction | None:
+    r"""The numeric answer of a response: behind the last ``####``, else in the last box, else the last number.
+
+    None is "no answer"; a marker or a box without a number in it is no answer either.
+    """
+    text = clean(text)
+    line = marked(text)
+    if line is not None:
+        return _boxed_number(line) if has_box(line) else number(line)
+    if has_box(text):
+        return _boxed_number(text)
+    return last_number(text)
+
+
+def reference_number(text: str) -> Fraction | None:
+    """The numeric answer of a reference: as ``final_number``, but a text without mark may hold only one number."""
+    plain = clean(text)
+    if marked(plain) is None and not has_box(plain) and sum(1 for _ in _NUMBER.finditer(plain)) != 1:
+        return None
+    return final_number(text)
+
+
+def _boxed_number(text: str) -> Fraction | None:
+    boxed = last_boxed(text)
+    return None if boxed is None else number(boxed)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    if len(match.group()) > MAX_NUMBER_CHARS:
+        return None
+    negative, plain = match.group().startswith("-"), match.group().removeprefix("-").replace(",", "")
+    over, _, under = plain.partition("/")
+    if "frac" in plain:
+        over, under = match["over"] or match["over1"], match["under"] or match["under1"]
+    if under and int(under) == 0:
+        return None
+    value = Fraction(f"0{over}" if over.startswith(".") else over) / int(under or 1)
+    return -value if negative else value

@@ -1,0 +1,69 @@
+"""Rewards: from a row and the text of a response to a number.
+
+A row's ``data_source`` chooses the scorer (verl's names, and the procedural tasks), unless the
+config names a function of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.tasks import TASKS
+from generators.rewards import gsm8k, maths
+
+# A scorer: (data_source, solution_str, ground_truth, extra_info) -> float.
+ComputeScore = Callable[[str, str, Any, "dict[str, Any] | None"], float]
+
+TIMEOUT, ERROR, INVALID = "reward_timeout", "reward_error", "reward_invalid"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of one response."""
+
+    value: float | None  # None: see `fault`
+    parts: dict[str, float] = field(default_factory=dict)
+    fault: str | None = None  # TIMEOUT, ERROR or INVALID: the sample cannot be trained
+    detail: str = ""  # one line about the fault, for people
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A scorer that comes with Leeway."""
+
+    compute_score: ComputeScore
+    reference_fault: Callable[[Any], str | None]
+    isolated: bool  # may take arbitrarily long: only in the killable process
+
+
+def _task_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    return TASKS[data_source].score(solution_str, ground_truth, extra_info)
+
+
+_GSM8K = BuiltIn(gsm8k.compute_score, gsm8k.reference_fault, isolated=False)
+_MATHS = BuiltIn(maths.compute_score, maths.reference_fault, isolated=True)
+_TASK = BuiltIn(_task_score, lambda _: None, isolated=False)
+_SOURCES = {
+    "openai/gsm8k": _GSM8K,
+    "gsm8k": _GSM8K,
+    "lighteval/MATH": _MATHS,
+    "DigitalLearningGmbH/MATH-lighteval": _MATHS,
+    "HuggingFaceH4/MATH-500": _MATHS,
+    "math": _MATHS,
+    "math_dapo": _MATHS,
+    "math_dapo_reasoning": _MATHS,
+    **dict.fromkeys(TASKS, _TASK),
+}
+
+
+def built_in(data_source: str) -> BuiltIn | None:
+    """The scorer of a data source, or None if there is none (then the user has to give a function)."""
+    return _MATHS if data_source.startswith("aime") else _SOURCES.get(data_source)
+
+
+def sources() -> list[str]:
+    return sorted([*_SOURCES, "aime*"])
