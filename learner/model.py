@@ -1,0 +1,181 @@
+"""Actor, critic and reference: one root module each, so that FSDP2's hooks own the head.
+
+Weights and optimizer state are float32; under `model.dtype: bfloat16` forward and backward compute
+in bfloat16, and bfloat16 is what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from common.errors import ConfigError
+from learner.batch import MicroBatch
+from learner.logprobs import token_logprobs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEAD_TOLERANCE = 1e-4
+
+
+class Actor(nn.Module):
+    """A causal LM that answers with log-probabilities, not logits."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.lm = lm  # a Hugging Face causal LM
+        self.vocab_size = lm.get_output_embeddings().weight.shape[0]
+
+    def forward(self, micro: MicroBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32."""
+        hidden = _hidden(self.lm.base_model, micro)
+        return token_logprobs(
+            hidden, self.head, micro.targets, micro.temperatures, vocab_size=self.vocab_size, with_entropy=with_entropy
+        )
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] → logits [tokens, vocab], with the model's own output scaling."""
+        return _scaled(self.lm.get_output_embeddings()(hidden), self.lm.config)
+
+
+class Critic(nn.Module):
+    """A backbone with a linear head that starts at 0: the value of the prefix before each target."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Values [tokens], float32."""
+        return self.value_head(_hidden(self.backbone, micro)).squeeze(-1).float()
+
+
+def _hidden(backbone: nn.Module, micro: MicroBatch) -> Tensor:
+    """[tokens, hidden] at the wanted positions.
+
+    Packed rows are exact only so: restarting position ids, no mask, no cache. With a cache or a
+    mask of ones the sequences of a row see one another, silently.
+    """
+    out = backbone(
+        input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=None, use_cache=False
+    ).last_hidden_state
+    return out.flatten(0, 1).index_select(0, micro.wanted)
+
+
+def _scaled(logits: Tensor, config) -> Tensor:
+    config = config.get_text_config()
+    if scale := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * scale
+    if scale := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / scale
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def load_actor(folder: str | Path, *, trust_remote_code: bool = False) -> Actor:
+    """The causal LM in `folder`, float32, without dropout.
+
+    Raises:
+        ConfigError: not a causal LM, or one whose output is not head(hidden) as we know it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"model.path={folder}: not a loadable causal LM ({str(e).splitlines()[0]})") from e
+    actor = Actor(without_dropout(lm))
+    check_head(actor)
+    return actor
+
+
+@torch.no_grad()
+def check_head(actor: Actor) -> None:
+    """Our hidden states and head give the logits of the model's own forward.
+
+    Raises:
+        ConfigError: naming the family, when they do not.
+    """
+    ids = torch.arange(4).unsqueeze(0) % actor.vocab_size
+    theirs = actor.lm(input_ids=ids, use_cache=False).logits
+    ours = actor.head(actor.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if (ours - theirs).abs().max() > HEAD_TOLERANCE * (1 + theirs.abs().max()):
+        raise ConfigError(
+            f"model.path: models of type {actor.lm.config.model_type!r} scale their output in a way the learner "
+            "does not know; add it to `_scaled` in learner/model.py"
+        )
+
+
+def load_critic(folder: str | Path, *, trust_remote_code: bool = False) -> Critic:
+    """A value head on the backbone in `folder`."""
+    from transformers import AutoModel
+
+    backbone = AutoModel.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+    )
+    return Critic(without_dropout(backbone))
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    """In evaluation mode for good: dropout would make the learner's log-probs differ from the sampler's."""
+    return module.eval()
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: str) -> nn.Module:
+    """`fully_shard` each layer and the root, in place; computes in `dtype`, reduces in float32.
+
+    The root does not cast its inputs: temperatures stay float32.
+    """
+    compute = None if dtype == "float32" else DTYPES[dtype]
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    reshard = mesh.size() > 1
+    for layer in _layers(module):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return module
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+    return [m for m in module.modules() if type(m).__name__ in names]
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    for p in module.parameters():
+        p.requires_grad_(False)
+    return module
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one; every rank must ask for the same ones in the same order."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def published_weights(actor: Actor, *, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and whole tensors in the served dtype; a tied head is not listed.
+
+    On one rank in float32 these are the parameters themselves: copy them before the next update.
+    """
+    for name, p in actor.lm.named_parameters():
+        yield name, whole(p.detach()).to(DTYPES[dtype])
+
+
+@torch.no_grad()
+def weights_digest(module: nn.Module) -> str:
+    """16 hex digits that change with any bit of the weights: a sum of words, each tensor with its own factor."""
+    total = torch.zeros((), dtype=torch.int64)
+    for i, (_, p) in enumerate(module.named_parameters()):
+        words = whole(p.detach()).contiguous().view(-1).view(torch.int32)
+        total += words.sum(dtype=torch.int64).cpu() * (2 * i + 1)
+    return f"{int(total) & 0xFFFF_FFFF_FFFF_FFFF:016x}"

@@ -1,0 +1,51 @@
+"""What a learner trains, as one: actor, critic, reference, their optimizers, the KL controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common.config import Config
+from learner.estimates import KLController, make_kl_controller
+from learner.model import Actor, freeze, load_actor, load_critic, shard
+from learner.optim import make_optimizer
+from learner.ranks import Ranks
+from learner.updates import Trainee
+
+
+@dataclass
+class Models:
+    actor: Trainee
+    critic: Trainee | None
+    reference: Actor | None
+    kl_controller: KLController
+
+    def trainees(self) -> list[Trainee]:
+        return [t for t in (self.actor, self.critic) if t is not None]
+
+
+def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
+    """All models from the initial weights in `folder`, sharded, with fresh optimizers.
+
+    Raises:
+        ConfigError: a folder whose model cannot be loaded or is of a kind that is not known.
+    """
+    remote = config.model.trust_remote_code
+    torch.manual_seed(config.run.seed)
+    actor = _placed(load_actor(folder, trust_remote_code=remote), config, ranks)
+    critic = reference = None
+    if config.needs_critic:
+        backbone = config.critic.model_path or folder
+        module = _placed(load_critic(backbone, trust_remote_code=remote), config, ranks)
+        critic = Trainee("critic", module, make_optimizer(module, config.critic.optim), config.critic)
+    if config.needs_reference:
+        reference = _placed(freeze(load_actor(folder, trust_remote_code=remote)), config, ranks)
+    trainee = Trainee("actor", actor, make_optimizer(actor, config.actor.optim), config.actor)
+    return Models(trainee, critic, reference, make_kl_controller(config))
+
+
+def _placed(module: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
+    return shard(module.to(ranks.device), ranks.mesh, dtype=config.model.dtype)

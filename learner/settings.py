@@ -1,0 +1,29 @@
+"""Settings of a step that can be changed while the run goes on; each step's stand in its row."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from common.config import Config
+
+
+class Limits(Protocol):
+    def limit(self, name: str) -> Any: ...
+
+
+def live_settings(config: Config, control: Limits) -> dict[str, float]:
+    """Value of each live setting by its path: the live limit where a number is set, else the config's."""
+    actor = config.actor
+    settings = {
+        "actor.optim.lr": actor.optim.lr,
+        "critic.optim.lr": config.critic.optim.lr,
+        "actor.clip_ratio_low": actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        "actor.clip_ratio_high": actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        "actor.entropy_coeff": actor.entropy_coeff,
+        "actor.kl_loss_coef": actor.kl_loss_coef,
+    }
+    for name in settings:
+        value = control.limit(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            settings[name] = float(value)
+    return settings

@@ -1,0 +1,173 @@
+"""The updates of a step: for each mini-batch the losses of its micro-batches, backward, clip, step.
+
+Denominators are those of the whole mini-batch over all ranks, counted after the masks and before
+the first micro-batch; losses and metrics of micro-batches are parts that add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from common.config import Config, Trained
+from learner.batch import Batch, MicroBatch, group_slices, micro_batches
+from learner.correction import loglinear_proximal
+from learner.estimates import Targets, kl_is_on, token_weights
+from learner.kl import kl_penalty
+from learner.losses import aggregate, policy_loss, value_loss
+from learner.optim import learning_rate, update
+from learner.ranks import Ranks
+
+Metrics = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Denominators of one optimizer update."""
+
+    num_tokens: int  # live tokens
+    num_sequences: int  # rows that have one
+    scale: float  # the longest response there can be
+
+
+Loss = Callable[[MicroBatch, Counts], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A model with its optimizer and its part of the config."""
+
+    name: str  # "actor", "critic"
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    options: Trained
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+class NotFinite(Exception):
+    """A loss or gradient that must not be applied. `partly`: earlier updates of the step were."""
+
+    def __init__(self, part: str, *, partly: bool) -> None:
+        self.part, self.partly = part, partly
+        super().__init__(part)
+
+
+def train_on_batch(
+    trainee: Trainee, batch: Batch, live: Tensor, loss: Loss, *, config: Config, lr: float, ranks: Ranks
+) -> list[Metrics]:
+    """All updates of one model in one step; the metrics of each.
+
+    Raises:
+        NotFinite: before anything not finite is applied.
+    """
+    options = trainee.options
+    tokens_of_row = live.sum(-1).cpu().numpy()  # [batch]
+    done: list[Metrics] = []
+    for rows in group_slices(batch, options.ppo_mini_batch_size or config.data.train_batch_size) * options.ppo_epochs:
+        num_tokens = int(tokens_of_row[rows].sum())
+        if num_tokens == 0:
+            continue  # nothing to learn from; AdamW would move even without a gradient
+        counts = Counts(num_tokens, int((tokens_of_row[rows] > 0).sum()), config.data.max_response_length)
+        budget = options.ppo_max_token_len_per_gpu if options.use_dynamic_bsz else None
+        micros = micro_batches(batch, rows, token_budget=budget, rows_per_batch=options.ppo_micro_batch_size_per_gpu)
+        total, metrics = accumulate(trainee.module, micros, loss, counts, ranks)
+        norm, applied = update(trainee.optimizer, trainee.parameters, loss=total, lr=lr, grad_clip=options.grad_clip)
+        if not applied:
+            raise NotFinite(trainee.name, partly=bool(done))
+        done.append({**metrics, f"{trainee.name}/grad_norm": norm})
+    return done
+
+
+def accumulate(
+    module: nn.Module, micros: list[MicroBatch], loss: Loss, counts: Counts, ranks: Ranks
+) -> tuple[Tensor, Metrics]:
+    """Backward of each micro-batch; (loss, metrics) of them all, over all ranks.
+
+    `fully_shard` averages gradients over its mesh, hence the factor.
+    """
+    parts: list[Metrics] = []
+    for i, micro in enumerate(micros):
+        if ranks.world_size > 1:
+            module.set_requires_gradient_sync(i == len(micros) - 1)
+        value, metrics = loss(micro, counts)
+        (value * ranks.world_size).backward()
+        parts.append({"loss": value.detach(), **metrics})
+    sums = ranks.sum(torch.stack([torch.stack([m[k].float() for m in parts]).sum() for k in parts[0]]))
+    total, *rest = sums.unbind()
+    return total, dict(zip(list(parts[0])[1:], rest, strict=True))
+
+
+def actor_loss(
+    config: Config, module: nn.Module, batch: Batch, targets: Targets, settings: dict[str, float], *, step: int,
+    version: int,
+) -> Loss:  # fmt: skip
+    """Decoupled PPO, minus the entropy bonus, plus the KL to the reference.
+
+    version: the one that is being trained, whose weights are π_θ at the start of the step.
+    """
+    options = config.actor
+    mode = "seq-mean-token-sum-norm" if config.algorithm.adv_estimator == "dr_grpo" else options.loss_agg_mode
+    with_entropy = settings["actor.entropy_coeff"] != 0
+    kl_coef = settings["actor.kl_loss_coef"] if kl_is_on(config, step) else 0.0
+
+    def loss(micro: MicroBatch, counts: Counts) -> tuple[Tensor, Metrics]:
+        rows, live = micro.rows, targets.live[micro.rows]
+        denominators = {"loss_agg_mode": mode, **vars(counts)}
+        token_logprobs, token_entropy = module(micro, with_entropy=with_entropy)
+        logprobs = micro.scatter(token_logprobs)  # [n, response]
+        if targets.proximal_logprobs is None:
+            behavior = batch.behavior_logprobs[rows]
+            proximal = loglinear_proximal(
+                logprobs.detach(), behavior, batch.behavior_versions[rows], current_version=version
+            )
+            weights = token_weights(config, proximal, behavior, batch.mask[rows])
+        else:
+            proximal = targets.proximal_logprobs[rows]
+            weights = None if targets.is_weights is None else targets.is_weights[rows]
+        value, metrics = policy_loss(
+            logprobs, proximal, targets.advantages[rows], live,
+            mode=options.policy_loss.loss_mode,
+            clip_ratio_low=settings["actor.clip_ratio_low"],
+            clip_ratio_high=settings["actor.clip_ratio_high"],
+            clip_ratio_c=options.clip_ratio_c,
+            is_weights=weights, **denominators,
+        )  # fmt: skip
+        metrics["actor/pg_loss"] = value.detach()
+        if with_entropy:
+            entropy = aggregate(micro.scatter(token_entropy), live, **denominators)
+            value = value - settings["actor.entropy_coeff"] * entropy
+        if options.use_kl_loss:
+            penalty = kl_penalty(logprobs, targets.ref_logprobs[rows], kind=options.kl_loss_type)
+            kl = aggregate(penalty, live, **denominators)
+            value = value + kl_coef * kl
+            metrics["actor/kl_loss"] = kl.detach()
+        return value, metrics
+
+    return loss
+
+
+def critic_loss(config: Config, module: nn.Module, targets: Targets) -> Loss:
+    """Squared error against the returns."""
+    options = config.critic
+
+    def loss(micro: MicroBatch, counts: Counts) -> tuple[Tensor, Metrics]:
+        rows = micro.rows
+        value, metrics = value_loss(
+            micro.scatter(module(micro)), targets.values[rows], targets.returns[rows], targets.live[rows],
+            cliprange_value=options.cliprange_value, loss_agg_mode=options.loss_agg_mode, **vars(counts),
+        )  # fmt: skip
+        return value, {**metrics, "critic/vf_loss": value.detach()}
+
+    return loss
+
+
+def rate_of(config: Config, name: str, settings: dict[str, float], step: int) -> float:
+    """The learning rate of "actor" or "critic" in training step `step`."""
+    options: Trained = getattr(config, name)
+    return learning_rate(options.optim, step, max_steps=config.run.max_steps, peak=settings[f"{name}.optim.lr"])
