@@ -46,6 +46,14 @@ def load_config(paths: list[str], overrides: list[str], *, now: float | None = N
         ConfigError: with every fault found: unreadable file, unknown key (with the nearest
             match), wrong type, impossible combination.
     """
+    config, faults = examine_config(paths, overrides, now=now)
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def examine_config(paths: list[str], overrides: list[str], *, now: float | None = None) -> tuple[Config, list[str]]:
+    """As ``load_config``, but returns the faults beside what is valid, so that more can be checked at once."""
     faults: list[str] = []
     tree: dict[str, Any] = {}
     origin: dict[str, str] = {}  # leaf path -> where it was set
@@ -70,9 +78,8 @@ def load_config(paths: list[str], overrides: list[str], *, now: float | None = N
     faults += combination_faults(config)
     if config.run.id is not None and not _RUN_ID.fullmatch(config.run.id):
         faults.append(f"run.id={config.run.id!r}: use letters, digits, '.', '_', '-' (at most 100)")
-    if faults:
-        raise ConfigError(faults)
-    return _with_names(config, paths, time.time() if now is None else now)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"id": None})})
+    return _with_names(config, paths, time.time() if now is None else now), faults
 
 
 def config_paths() -> dict[str, tuple[Any, Any, str]]:
