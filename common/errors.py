@@ -7,6 +7,8 @@ LeewayError
 ├── ControlError     Redis: unreachable, refused, or in contradiction with this process
 ├── WeightError      a publication that failed, was torn, or was refused
 │   └── PeerError    … because of one peer, which it names
+├── EngineError      the sampling engine failed, or was used wrongly
+│   └── RequestCancelled  a request was ended early, on demand
 ├── FencedError      this process lost its epoch to a newer one
 ├── CheckpointError  a checkpoint that is missing, damaged or foreign
 ├── DeadlineError    a named wait that reached its limit
@@ -56,6 +58,14 @@ class PeerError(WeightError):
     def __init__(self, peer: str, what: str) -> None:
         self.peer = peer
         super().__init__(f"{peer}: {what}")
+
+
+class EngineError(LeewayError):
+    pass
+
+
+class RequestCancelled(EngineError):
+    pass
 
 
 class FencedError(LeewayError):

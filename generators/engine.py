@@ -1,0 +1,330 @@
+"""The engine of one generator: vLLM's AsyncLLM, with weights that change while requests run.
+
+Two processes: this one has the scheduler's front, its child (``EngineCore``) the model and
+``generators/worker.py``. vLLM is imported when an engine starts, not with this module. All
+methods are for one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.errors import EngineError, RequestCancelled
+from common.sockets import Mailbox
+
+BACKEND = "leeway"  # name of our weight-transfer backend inside the worker
+PROGRESS_TOKENS = 32  # vLLM reports a running request every so many tokens
+SHUTDOWN_S = 2.0
+
+# Read by vLLM, torch and Hugging Face when they are imported, or at each use.
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    # Rendezvous and collectives of one engine stay on this host.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine made of one prompt. Example for three tokens."""
+
+    response_ids: list[int]  # [response]: [17, 4, 1], the end token included
+    logprobs: list[float]  # [response], of the distribution actually sampled
+    spans: list[tuple[int, int, int]]  # [(3, 0, 2), (4, 2, 3)]: version 4 made the last token
+    finish_reason: str  # "stop" or "length"
+
+
+class Engine:
+    """``version`` is that of the weights it samples with; -1 until the first load."""
+
+    def __init__(self, llm: Any, folder: Path, mailbox: Mailbox, config: Config) -> None:
+        self.version = -1
+        self.mailbox = mailbox  # events of the workers; `generators/member.py` reads it
+        self.num_workers: int = config.rollout.tensor_model_parallel_size
+        self._llm = llm
+        self._folder = folder
+        self._recompute_kv = config.rollout.recompute_kv
+        self._closed = False
+
+    # ------------------------------------------------------------ start and end
+    @classmethod
+    async def start(cls, *, model_path: str, config: Config, seed: int, mailbox_address: str | None = None) -> Engine:
+        """An engine with random weights, as ``model_path``'s config.json says; takes 10 s or more.
+
+        Args:
+            model_path: folder with config.json and tokenizer (weights are not read).
+            seed: of the sampler; another one for each generator.
+            mailbox_address: where the workers post events; the engine listens there. Default: a
+                socket file in a private folder.
+
+        Raises:
+            EngineError: vLLM does not start; its own message is in the text or above on stderr.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="leeway-"))
+        mailbox = Mailbox((mailbox_address or f"{folder}/events").removeprefix("ipc://"))
+        try:
+            llm = await _in_own_thread(lambda: _start_vllm(model_path, config, seed, folder))
+        except BaseException:
+            mailbox.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        gc.collect()
+        gc.freeze()  # else each full collection walks vLLM's and torch's modules for 0.3 s
+        return cls(llm, folder, mailbox, config)
+
+    async def close(self) -> None:
+        """End the child; running requests fail with EngineError."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
+        self.mailbox.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def dead(self) -> bool:
+        """The child ended, or its output can no longer be read."""
+        return bool(self._closed or self._llm.errored)
+
+    async def wait_dead(self) -> None:
+        """Return when the child process has ended; also while no request runs."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        fds = [p.sentinel for p in self._llm.engine_core.resources.engine_manager.processes]
+        for fd in fds:
+            loop.add_reader(fd, done.set)
+        try:
+            await done.wait()
+        finally:
+            for fd in fds:
+                loop.remove_reader(fd)
+
+    # ------------------------------------------------------------ sampling
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        max_tokens: int,
+        request_id: str,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Completion:
+        """Sample one response. Cancelling the task ends the request.
+
+        Args:
+            temperature: 0 is greedy; the log-probs are then those of temperature 1.
+            request_id: unique among running requests.
+            on_progress: called with the number of tokens made so far, about every 32 tokens.
+
+        Raises:
+            RequestCancelled: ``cancel`` was called for it.
+            EngineError: the engine died, refused the prompt, or has no weights of a known version.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=1,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=max(top_k, 0),
+            max_tokens=max_tokens,
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        ids: list[int] = []
+        logprobs: list[float] = []
+        last = None
+        held_at_start = self.version
+        try:
+            async for out in self._llm.generate(tokens_input(prompt_ids), params, request_id):
+                last = out.outputs[0]
+                ids += last.token_ids
+                if last.token_ids:
+                    logprobs += _sampled_logprobs(last.logprobs, len(last.token_ids))
+                    if on_progress is not None:
+                        on_progress(len(ids))
+        except Exception as e:
+            raise EngineError(f"request {request_id}: {type(e).__name__}: {e}") from e
+        if last is None or last.finish_reason == "abort":
+            raise RequestCancelled(f"request {request_id} was cancelled")
+        if last.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request_id} ended with {last.finish_reason!r}")
+        spans = _spans(last.weight_versions, len(ids), request_id)
+        if not self._recompute_kv:  # its oldest keys and values may be of the version held when it came
+            spans = [(min(spans[0][0], held_at_start), 0, len(ids))]
+        return Completion(ids, logprobs, spans, last.finish_reason)
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request early; nothing happens if it is unknown."""
+        await self._llm.abort(request_id)
+
+    # ------------------------------------------------------------ weights
+    async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of ``WorkerExtension`` in each worker; one result per worker."""
+        try:
+            return list(await self._llm.collective_rpc(method, kwargs=kwargs))
+        except Exception as e:
+            raise EngineError(f"{method}: {type(e).__name__}: {e}") from e
+
+    async def swap(self, version: int) -> float:
+        """Load the weights that the workers have staged; requests in flight go on with them.
+
+        Returns the pause in seconds. Versions only rise.
+
+        Raises:
+            EngineError: nothing complete of that version is staged (the old weights stay), or the
+                load failed half way (the engine is then closed: its weights are not known).
+        """
+        if version <= self.version:
+            raise EngineError(f"version {version} is not above {self.version}, which this engine holds")
+        await self.rpc("check_staged", version=version)
+        core = self._llm.engine_core
+        start = time.perf_counter()
+        try:
+            # AsyncLLM.pause_generation does this and then sleeps for 20 ms.
+            await core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
+            await self.rpc("load_staged", version=version)
+            await core.set_weight_version_async(str(version))
+            self.version = version
+            await core.resume_scheduler_async()
+        except BaseException:
+            await asyncio.shield(self.close())
+            raise
+        return time.perf_counter() - start
+
+
+def _sampled_logprobs(logprobs: Any, num_tokens: int) -> list[float]:
+    """The first entry of each position is the sampled token's."""
+    if len(logprobs) != num_tokens:
+        raise EngineError(f"{len(logprobs)} log-probs for {num_tokens} tokens")
+    return [logprobs.logprobs[i] for i in logprobs.start_indices]
+
+
+def _spans(stamped: Any, num_tokens: int, request_id: str) -> list[tuple[int, int, int]]:
+    """vLLM's stamps as numbers; an engine without published weights has none that count."""
+    spans = [(s.version, s.start, s.end) for s in stamped or []]
+    if not all(v.isdecimal() for v, _, _ in spans) or not spans or spans[-1][2] != num_tokens:
+        raise EngineError(f"request {request_id}: the engine stamped {spans} on {num_tokens} tokens")
+    return [(int(v), start, end) for v, start, end in spans if end > start]
+
+
+# ---------------------------------------------------------------- starting vLLM
+async def _in_own_thread(start: Callable[[], Any]) -> Any:
+    """Run ``start`` in a thread that never ends: the child is killed when the thread that made it does."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: Exception | None) -> None:
+        if not result.done():
+            result.set_result(value) if error is None else result.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = start()
+        except Exception as e:
+            error = EngineError(f"vLLM does not start: {type(e).__name__}: {e}")
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, value, error)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="engine-parent", daemon=True).start()
+    return await result
+
+
+def _start_vllm(model_path: str, config: Config, seed: int, folder: Path) -> Any:
+    _set_environment(model_path, folder)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:  # a worker inside EngineCore instead of a third process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    args = AsyncEngineArgs(**_engine_args(model_path, config, seed, on_cpu))
+    with _for_children(folder):
+        return AsyncLLM.from_engine_args(args)
+
+
+def _set_environment(model_path: str, folder: Path) -> None:
+    os.environ.update(_ENVIRONMENT)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it overrides kv_cache_memory_bytes
+    if os.path.isdir(model_path):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@contextlib.contextmanager
+def _for_children(folder: Path) -> Iterator[None]:
+    """Environment that the engine's processes get and this one does not keep."""
+    before = dict(os.environ)
+    os.environ["TMPDIR"] = str(folder)  # rendezvous files
+    os.environ["LEEWAY_ENGINE_PARENT"] = str(os.getpid())
+    if os.environ["VLLM_LOGGING_LEVEL"] != "DEBUG":
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _engine_args(model_path: str, config: Config, seed: int, on_cpu: bool) -> dict[str, Any]:
+    from vllm.config import WeightTransferConfig
+
+    rollout = config.rollout
+    args: dict[str, Any] = {
+        "model": model_path,
+        "load_format": "dummy",
+        "dtype": config.model.dtype,
+        "seed": seed,
+        "max_model_len": config.max_sequence_tokens,
+        "max_num_seqs": rollout.max_num_seqs,
+        "enable_prefix_caching": rollout.enable_prefix_caching and rollout.recompute_kv,
+        "trust_remote_code": config.model.trust_remote_code,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "stream_interval": PROGRESS_TOKENS,
+        "generation_config": "auto",
+        "worker_extension_cls": "generators.worker.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
+    if on_cpu:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling small kernels costs seconds at the first request
+        args |= {
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": rollout.cpu_kv_cache_bytes,
+        }
+    else:
+        args |= {
+            "tensor_parallel_size": rollout.tensor_model_parallel_size,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        }
+    return args
