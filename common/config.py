@@ -19,7 +19,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from common.thresholds import parse_threshold
+from common.thresholds import parse_rejection, parse_threshold
 
 
 def _threshold(value: object) -> object:
@@ -163,10 +163,15 @@ class RolloutCorrection(Section):
     """Level of the truncated importance weights proximal/behavior; null: none."""
     rollout_is_threshold: Threshold = 2.0
     """Truncation of the importance weights: a number C, or `lo_hi`."""
-    rollout_rs: Literal["token_k1", "token_k2", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "icepop"] | None = None
-    """Rejection: tokens or whole rows outside the threshold get weight 0; null: none."""
-    rollout_rs_threshold: Threshold = None
-    """Threshold of the rejection: a number or `lo_hi`."""
+    rollout_rs: str | None = None
+    """Rejection modes, joined by commas (`docs/algorithms.md`): what is outside gets weight 0; null: none."""
+    rollout_rs_threshold: float | str | None = None
+    """Threshold of each mode, joined by commas: a number or `lo_hi`."""
+
+
+class FilterGroups(Section):
+    enable: bool = False
+    """Dynamic sampling (DAPO): not there yet, refused."""
 
 
 class Algorithm(Section):
@@ -183,6 +188,7 @@ class Algorithm(Section):
     proximal: Literal["recompute", "bypass", "loglinear"] = "recompute"
     """The clip anchor π_prox: recomputed by the learner, := behavior (bypass), or interpolated (A-3PO)."""
     rollout_correction: RolloutCorrection = Field(default_factory=RolloutCorrection)
+    filter_groups: FilterGroups = Field(default_factory=FilterGroups)
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the token rewards."""
     kl_penalty: KLKind = "kl"
@@ -432,16 +438,21 @@ def combination_faults(c: Config) -> list[str]:
         "(or algorithm.allow_single_sample_groups=true)",
     )
     refuse(
+        c.algorithm.filter_groups.enable,
+        "algorithm.filter_groups.enable=true: dynamic sampling needs a ledger that drops groups without signal "
+        "at commit, which is not there yet; set it to false",
+    )
+    refuse(
         c.algorithm.adv_estimator == "remax",
         "algorithm.adv_estimator=remax: needs one greedy sample per group, which the ledger cannot lease "
         "yet; use rloo or grpo",
     )
-    refuse(
-        c.algorithm.rollout_correction.rollout_rs is not None
-        and c.algorithm.rollout_correction.rollout_rs_threshold is None,
-        "algorithm.rollout_correction.rollout_rs_threshold: needed with rollout_rs; "
-        "give a number or lo_hi such as 0.5_2.0",
-    )
+    correction = c.algorithm.rollout_correction
+    if correction.rollout_rs is not None:
+        try:
+            parse_rejection(correction.rollout_rs, correction.rollout_rs_threshold or "none given")
+        except ValueError as e:
+            faults.append(f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs}: {e}")
     refuse(
         c.algorithm.kl_penalty == "full" and c.algorithm.use_kl_in_reward,
         "algorithm.kl_penalty=full: needs whole logits of both models; use low_var_kl or kl",

@@ -34,6 +34,22 @@ VERL_NAMES = {
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML with JSON's numbers: 5e-4 is a number, 0.5_2 (a pair of thresholds) is text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int")]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.inf$"),
+    list("-+.0123456789"),
+)
+
+
 def load_config(paths: list[str], overrides: list[str], *, now: float | None = None) -> Config:
     """Read, layer and check.
 
@@ -66,7 +82,7 @@ def examine_config(paths: list[str], overrides: list[str], *, now: float | None 
             faults.append(f"{text!r}: an override has the form a.b=value")
             continue
         try:
-            value = yaml.safe_load(raw) if raw else None
+            value = yaml.load(raw, _Loader) if raw else None
         except yaml.YAMLError as e:
             faults.append(f"{key}: cannot read the value {raw!r} as YAML ({_first_line(e)})")
             continue
@@ -95,7 +111,7 @@ def differences(a: Config, b: Config) -> list[str]:
 
 def _read_yaml(path: str, faults: list[str]) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as e:
         faults.append(f"{path}: cannot be read ({e.strerror})")
         return {}
