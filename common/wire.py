@@ -23,6 +23,7 @@ MAX_PAYLOAD_BYTES = 64 << 20
 MAX_FRAMES = 4096
 MAX_CONTAINERS = 20_000
 MAX_DEPTH = 16
+_INT32_END = 1 << 31
 
 # ---------------------------------------------------------------- headers
 # op -> field -> type. `int` excludes bool; `float` admits int; a tuple is "one of".
@@ -143,7 +144,7 @@ def unpack(data: bytes, *, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
         raise
     except Exception as e:  # msgpack raises ValueError, UnicodeDecodeError, TypeError, its own…
         raise WireError("not_msgpack", f"{type(e).__name__}: {e}") from None
-    if _depth(value) > MAX_DEPTH:
+    if MAX_CONTAINERS - left > MAX_DEPTH and _depth(value) > MAX_DEPTH:  # few containers cannot be deep
         raise WireError("too_deep", f"deeper than {MAX_DEPTH}")
     return value
 
@@ -284,8 +285,8 @@ def decode_sample(header: dict[str, Any], payload: bytes, *, vocab_size: int | N
             prompt_ids=_read_array(m["prompt_ids"], "<i4"),
             response_ids=_read_array(m["response_ids"], "<i4"),
             behavior_logprobs=_read_array(m["behavior_logprobs"], "<f4"),
-            spans=tuple((int(v), int(a), int(b)) for v, a, b in _read_array(m["spans"], "<i8").reshape(-1, 3)),
-            loss_mask_runs=tuple(int(r) for r in _read_array(m["loss_mask_runs"], "<i4")),
+            spans=_triples(_read_array(m["spans"], "<i8").tolist()),
+            loss_mask_runs=tuple(_read_array(m["loss_mask_runs"], "<i4").tolist()),
             sampling=_numbers(m["sampling"]), finish_reason=_text(m["finish_reason"]),
             reward=m["reward"], reward_parts=_numbers(m["reward_parts"]), generator=_text(m["generator"]),
             timing=_numbers(m["timing"]), fault=m["fault"],
@@ -306,15 +307,18 @@ def _check_sample(s: Sample, header: dict[str, Any], vocab_size: int | None) -> 
         raise WireError(
             "lengths_disagree", f"{n} tokens, {len(s.behavior_logprobs)} log-probs, header {header['num_tokens']}"
         )
-    if s.loss_mask_runs and (min(s.loss_mask_runs) < 0 or sum(s.loss_mask_runs) != n):
-        raise WireError("lengths_disagree", "loss mask")
-    if header["num_live_tokens"] != int(s.loss_mask.sum()):
+    sampled = s.behavior_logprobs
+    if s.loss_mask_runs:
+        if min(s.loss_mask_runs) < 0 or sum(s.loss_mask_runs) != n:
+            raise WireError("lengths_disagree", "loss mask")
+        sampled = sampled[s.loss_mask]
+    if header["num_live_tokens"] != len(sampled):
         raise WireError("lengths_disagree", "num_live_tokens")
+    bound = _INT32_END if vocab_size is None else vocab_size
     for ids in (s.prompt_ids, s.response_ids):
-        if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
+        if ids.view("<u4").max() >= bound:  # a negative id is a large one
             raise WireError("token_out_of_vocabulary", f"{int(ids.min())}..{int(ids.max())}, vocabulary {vocab_size}")
-    sampled = s.behavior_logprobs[s.loss_mask]
-    if not np.isfinite(sampled).all() or (sampled > 1e-3).any():
+    if len(sampled) and not (sampled.max() <= 1e-3 and sampled.min() > -np.inf):  # false for NaN too
         raise WireError("bad_logprob", "not finite, or above 0, on a sampled token")
     edges = [0, *(end for _, _, end in s.spans)]
     if any(v < 0 or a != edge or b <= a for (v, a, b), edge in zip(s.spans, edges, strict=False)) or edges[-1] != n:
@@ -342,6 +346,12 @@ def _read_array(m: Any, dtype: str) -> NDArray[Any]:
     if a.size != m.get("len"):
         raise WireError("lengths_disagree", "array")
     return a
+
+
+def _triples(flat: list[int]) -> tuple[tuple[int, int, int], ...]:
+    if len(flat) % 3:
+        raise WireError("lengths_disagree", "spans")
+    return tuple(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
 
 
 def _numbers(m: Any) -> dict[str, float]:

@@ -1,0 +1,356 @@
+"""The ledger: which group is where, and what may happen to it next. Pure: no socket, no disk, no clock.
+
+    pending → leased → ready → claimed → trained(step)          (evaluation: pending → leased → scored)
+        any of the first four → dropped(reason), and its prompt → a new attempt, `pending`
+
+Every method that changes something marks it; ``take_changes`` hands all of it to the store at once.
+Time is passed in, in seconds of any clock that does not go back. Training attempts always sum up:
+``issued = pending + leased + ready + claimed + trained + dropped``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, Literal
+
+from broker.book import Book
+from broker.records import Attempt, Claim, Header, Key, Step, Validation
+from common import staleness
+from common.errors import FencedError, LedgerError
+
+Verdict = Literal["stored", "duplicate", "late"]
+
+
+class Ledger(Book):
+    # ------------------------------------------------------------ what a caller may ask
+    @property
+    def data_ended(self) -> bool:
+        """Nothing is left to lease, now or later, unless a lease fails."""
+        rules, counters = self.rules, self.counters
+        fresh = rules.num_prompts is None or counters.next_prompt < rules.num_prompts
+        return not fresh and not self._pending["train"]
+
+    def leases_of(self, generator: str) -> list[Attempt]:
+        return list(self._leased.get(generator, {}).values())
+
+    def load_of(self, generator: str) -> int:
+        """Samples that the generator still owes."""
+        return sum(a.missing for a in self._leased.get(generator, {}).values())
+
+    def refusal(self, held: int) -> str | None:
+        """Why a generator that holds version ``held`` gets no training lease now; None: it may."""
+        c = self.counters
+        if held < 0:
+            return "no weights held yet"
+        if held > c.version:
+            return f"holds version {held}, newer than the learner's {c.version}"
+        if held < c.floor:
+            return f"holds version {held}, older than the rollback to {c.floor}"
+        if self.data_ended:
+            return "the data ended"
+        batch = self.rules.batch_size
+        if not staleness.may_lease(
+            outstanding=self.outstanding, version=c.version, held=held, limit=self.limit, batch=batch
+        ):
+            return f"staleness gate: {self.outstanding} groups outstanding at version {c.version}, {held} held"
+        return None
+
+    def next_expiry(self) -> float | None:
+        """No lease expires before this time."""
+        return self._expiries[0][0] if self._expiries else None
+
+    # ------------------------------------------------------------ generators
+    def lease(self, generator: str, incarnation: str, held: int, now: float) -> Attempt | None:
+        """The next group for a generator that holds version ``held``: evaluation first, then training."""
+        attempt = self._next_eval(held)
+        if attempt is None:
+            if self.refusal(held) is not None:
+                return None
+            attempt = self._next_train()
+            attempt.held = held
+        attempt.generator, attempt.incarnation = generator, incarnation
+        attempt.leased_at = attempt.renewed_at = now
+        self._move(attempt, "leased")
+        self._leased.setdefault(generator, {})[attempt.key] = attempt
+        heapq.heappush(self._expiries, (self._expiry(attempt), attempt.key))
+        return attempt
+
+    def progress(self, generator: str, key: Key, num_tokens: int, now: float) -> bool:
+        """Tokens made so far for a lease; more than before renews it. False: it has no such lease any more."""
+        attempt = self._leased.get(generator, {}).get(key)
+        if attempt is None:
+            return False
+        if num_tokens > attempt.num_tokens:
+            attempt.num_tokens = num_tokens
+            attempt.renewed_at = now
+        return True
+
+    def commit(self, generator: str, header: Header, now: float) -> Verdict:
+        """A sample arrived, checked by itself. ``stored``: the caller must store its payload with the changes.
+
+        Raises:
+            LedgerError: an index outside the group, a version that does not exist (yet, or any more).
+        """
+        key = (header["group"], header["attempt"])
+        attempt = self.live.get(key)
+        if attempt is None or attempt.generator != generator:
+            return "late"
+        index = header["index"]
+        if index in attempt.samples:
+            return "duplicate"
+        if attempt.state != "leased":
+            return "late"
+        self._check(attempt, header)
+        attempt.samples[index] = header
+        attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
+        attempt.renewed_at = now
+        self._dirty[key] = attempt
+        if header["fault"] is not None:
+            self._drop(attempt, str(header["fault"]), retry=True)
+        elif not attempt.missing:
+            self._complete(attempt)
+        return "stored"
+
+    def give_back(self, generator: str, key: Key, reason: str, *, retry: bool) -> bool:
+        """A generator cannot work on its lease; ``retry`` false: nobody can."""
+        attempt = self._leased.get(generator, {}).get(key)
+        if attempt is None:
+            return False
+        self._drop(attempt, reason, retry=retry, tell=False)
+        return True
+
+    def forget_generator(self, generator: str, reason: str, *, but: str | None = None) -> int:
+        """Take back all leases of a generator that is gone (except those of its process ``but``)."""
+        gone = [a for a in self.leases_of(generator) if a.incarnation != but or but is None]
+        for attempt in gone:
+            self._drop(attempt, reason, retry=True, tell=False)
+        return len(gone)
+
+    def expire(self, now: float) -> int:
+        """Drop the leases whose time is over."""
+        num = 0
+        while self._expiries and self._expiries[0][0] <= now:
+            _, key = heapq.heappop(self._expiries)
+            attempt = self.live.get(key)
+            if attempt is None or attempt.state != "leased":
+                continue
+            due = self._expiry(attempt)
+            if due > now:
+                heapq.heappush(self._expiries, (due, key))
+                continue
+            limit_reached = now >= attempt.leased_at + self.rules.lease_limit_s
+            self._drop(attempt, "lease_limit" if limit_reached else "lease_expired", retry=True)
+            num += 1
+        return num
+
+    def release_leases(self, reason: str) -> int:
+        """The run ends: nobody works on anything any more; the prompts stay to be tried again."""
+        leased = [a for leases in self._leased.values() for a in leases.values()]
+        for attempt in leased:
+            self._drop(attempt, reason, retry=True, counted=False)
+        return len(leased)
+
+    # ------------------------------------------------------------ the learner
+    def attach(self, name: str, incarnation: str) -> int:
+        """A learner process begins: the epoch it holds from now on. Asking again gives the same.
+
+        The claim of an older epoch ends: its groups are ready again, if still young enough.
+        """
+        if self.attached != (name, incarnation):
+            self._return_claimed()
+            self.attached = (name, incarnation)
+            self.counters.epoch += 1
+            self.counters.epoch_start = self.counters.step
+            self._changes.epochs.append((self.counters.epoch, name, incarnation))
+        return self.counters.epoch
+
+    def fence(self, epoch: int) -> None:
+        """Raises FencedError unless ``epoch`` is the current one."""
+        if epoch != self.counters.epoch or epoch == 0:
+            raise FencedError(
+                f"epoch {epoch} is over: the learner of epoch {self.counters.epoch} "
+                f"({self.attached[0] if self.attached else 'nobody'}) has taken the run; end this process"
+            )
+
+    def claim(self, epoch: int, step: int, version: int, num_groups: int) -> Claim | str | None:
+        """The batch of ``step``, to be trained at ``version``: a Claim, why it has to wait, or None at the data's end.
+
+        Raises:
+            FencedError: an old epoch.
+            LedgerError: not the next step, or not the version the ledger stands at.
+        """
+        self.fence(epoch)
+        c = self.counters
+        if self.claimed is not None and (self.claimed.step, self.claimed.version) == (step, version):
+            return self.claimed
+        if self.claimed is not None or step != c.step + 1 or version != c.version:
+            standing = f"; step {self.claimed.step} is claimed" if self.claimed else ""
+            raise LedgerError(
+                f"claim of step {step} at version {version} refused: the next is step {c.step + 1} "
+                f"at version {c.version}{standing}"
+            )
+        young = [
+            a for a in self._ready.values() if staleness.may_train(oldest=a.oldest, version=version, limit=self.limit)
+        ]
+        ended = self.data_ended and not self.counts["train"]["leased"]
+        if len(young) < num_groups and not ended:
+            return f"{len(young)} of {num_groups} groups are ready for step {step}"
+        if not young:
+            return None
+        young.sort(key=lambda a: (staleness.deadline(a.oldest, self.limit), a.group, a.attempt))
+        return self._claim(epoch, step, version, young[:num_groups], short=len(young) < num_groups)
+
+    def acknowledge(
+        self,
+        epoch: int,
+        step: int,
+        *,
+        applied: bool,
+        reason: str = "",
+        settings: dict[str, Any] | None = None,
+        digest: str = "",
+        optimizer_span: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """The claimed step was applied (or skipped) on all ranks. Repeating it changes nothing.
+
+        Raises:
+            FencedError: an old epoch.
+            LedgerError: not the claimed step, nor one acknowledged in this epoch.
+        """
+        self.fence(epoch)
+        c = self.counters
+        if c.epoch_start < step <= c.step:
+            return
+        claim = self.claimed
+        if claim is None or claim.step != step:
+            raise LedgerError(
+                f"acknowledgement of step {step} refused: "
+                + (f"step {claim.step} is claimed" if claim else f"nothing is claimed, step {c.step} was the last")
+            )
+        for key in claim.keys:
+            attempt = self.live[key]
+            attempt.step = step
+            if applied:
+                self._end(attempt, "trained")
+            else:
+                self._drop(attempt, reason or "skipped", retry=False)
+        self._set_claim(None)
+        self._changes.steps.append(
+            Step(
+                step=step,
+                epoch=epoch,
+                version=claim.version,
+                limit=claim.limit,
+                applied=applied,
+                reason=reason,
+                settings=settings or {},
+                digest=digest,
+                keys=claim.keys,
+                optimizer_span=optimizer_span,
+            )
+        )
+        c.step = step
+        if applied:
+            c.version += 1
+            self._drop_doomed()
+
+    def return_claim(self, epoch: int, step: int) -> bool:
+        """The claimed batch was not trained: its groups are ready again, if still young enough."""
+        self.fence(epoch)
+        if self.claimed is None or self.claimed.step != step:
+            return False
+        self._return_claimed()
+        return True
+
+    def checkpoint_valid(self, epoch: int, step: int, path: str) -> None:
+        """A checkpoint of ``step`` is complete on disk. Raises LedgerError if that step is not acknowledged."""
+        self.fence(epoch)
+        if step > self.counters.step:
+            raise LedgerError(f"checkpoint of step {step} refused: step {self.counters.step} was the last acknowledged")
+        self.checkpoint = max(self.checkpoint, step)
+        self._changes.checkpoints.append((step, epoch, path))
+
+    def set_limit(self, limit: int) -> None:
+        """Another η, for the leases and claims from now on."""
+        if limit != self.limit:
+            self.limit = limit
+            self._drop_doomed()
+
+    def drop_damaged(self, key: Key) -> None:
+        """A ready group whose stored payload does not fit its checksum."""
+        if key in self._ready:
+            self._drop(self._ready[key], "damaged", retry=True)
+
+    # ------------------------------------------------------------ evaluation
+    def validate(self, epoch: int, step: int, version: int, num_prompts: int) -> None:
+        """Lease the held-out prompts, one sample each, to generators that hold at least ``version``."""
+        self.fence(epoch)
+        if step in self.validations:
+            return
+        self._set_validation(Validation(step=step, version=version, size=num_prompts))
+        for prompt in range(num_prompts):
+            attempt = Attempt(self._new_group(), 0, "eval", prompt, size=1, held=version, step=step)
+            self._issue(attempt)
+
+    def _next_eval(self, held: int) -> Attempt | None:
+        waiting = self._pending["eval"]  # in order of group, so of version
+        if not waiting or self.live[waiting[0]].held > held:
+            return None
+        return self.live[heapq.heappop(waiting)]
+
+    def _score(self, attempt: Attempt) -> None:
+        validation = self.validations.get(attempt.step if attempt.step is not None else -1)
+        if validation is not None:
+            validation.num_scored += 1
+            validation.total += sum(float(h["reward"]) for h in attempt.samples.values())
+            self._set_validation(validation)
+        self._end(attempt, "scored")
+
+    # ------------------------------------------------------------ moves
+    def _next_train(self) -> Attempt:
+        waiting = self._pending["train"]
+        if waiting:
+            return self.live[heapq.heappop(waiting)]
+        c = self.counters
+        attempt = Attempt(self._new_group(), 0, "train", c.next_prompt, size=self.rules.group_size)
+        c.next_prompt += 1
+        self._issue(attempt, wait=False)
+        return attempt
+
+    def _complete(self, attempt: Attempt) -> None:
+        if attempt.lane == "eval":
+            self._score(attempt)
+        elif staleness.is_doomed(oldest=attempt.oldest, version=self.counters.version, limit=self.limit):
+            self._drop(attempt, "stale", retry=True)
+        else:
+            self._move(attempt, "ready")
+
+    def _drop_doomed(self) -> None:
+        """Under policy `drop`: what can no longer be trained in time leaves N at once."""
+        leased = [a for leases in self._leased.values() for a in leases.values() if a.lane == "train"]
+        for attempt in [*self._ready.values(), *leased]:
+            if staleness.is_doomed(oldest=attempt.oldest, version=self.counters.version, limit=self.limit):
+                self._drop(attempt, "stale", retry=True)
+
+    def _claim(self, epoch: int, step: int, version: int, batch: list[Attempt], *, short: bool) -> Claim:
+        for attempt in batch:
+            self._move(attempt, "claimed")
+        claim = Claim(epoch, step, version, self.limit, short, tuple(a.key for a in batch))
+        self._set_claim(claim)
+        return claim
+
+    def _return_claimed(self) -> None:
+        if self.claimed is None:
+            return
+        for key in self.claimed.keys:
+            self._move(self.live[key], "ready")
+        self._set_claim(None)
+        self._drop_doomed()
+
+    def _check(self, attempt: Attempt, header: Header) -> None:
+        if not 0 <= header["index"] < attempt.size:
+            raise LedgerError(f"bad_index: sample {header['index']} of a group of {attempt.size}")
+        if header["newest"] > self.counters.version:
+            raise LedgerError(f"bad_version: {header['newest']} is newer than the learner's {self.counters.version}")
+        if header["oldest"] < self.counters.floor:
+            raise LedgerError(f"bad_version: {header['oldest']} is older than the rollback to {self.counters.floor}")

@@ -1,0 +1,324 @@
+"""The ledger on disk: SQLite with a write-ahead log, one writer, one transaction for many changes.
+
+What is committed survives ``kill -9``; with ``fsync`` also power loss. A lock file keeps a second
+broker out. Payloads carry a checksum; the file is checked as a whole when it is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from broker.database import Database, damage, transaction
+from broker.records import (
+    LANES,
+    LIVE,
+    Attempt,
+    Changes,
+    Claim,
+    Counters,
+    Drops,
+    Header,
+    Key,
+    Snapshot,
+    Step,
+    Validation,
+)
+from common.errors import LedgerError
+from common.failpoints import failpoint
+
+_INDEX_BITS, _ATTEMPT_BITS = 16, 12
+MAX_INDEX, MAX_ATTEMPT = (1 << _INDEX_BITS) - 1, (1 << _ATTEMPT_BITS) - 1
+_COUNTERS = [f.name for f in fields(Counters)]
+_HEADER = ("crc", "num_tokens", "num_live_tokens", "reward", "truncated", "oldest", "newest", "fault")
+_SAMPLE_COLUMNS = ", ".join(("grp", "attempt", "idx", *_HEADER, "generator", "spans"))
+_ATTEMPT_COLUMNS = "grp, attempt, lane, prompt, size, state, reason, generator, incarnation, held, num_tokens, step"
+
+
+@dataclass(frozen=True, slots=True)
+class NewSample:
+    """A sample to be stored."""
+
+    header: Header
+    payload: bytes
+    generator: str
+    spans: Sequence[tuple[int, int, int]]
+
+
+class Store:
+    """Consumes: changes and payloads. Produces: what was committed. One thread owns it."""
+
+    def __init__(self, path: Path, *, identity: dict[str, Any], fsync: bool = False, keep_bytes: int = 1 << 30) -> None:
+        """Opens or creates the ledger at ``path``.
+
+        Args:
+            path: the SQLite file; ``<path>.lock`` is held while it is open.
+            identity: what must be the same for the life of the run (data, seed, group size).
+            fsync: survive power loss too.
+            keep_bytes: trained payloads kept beyond what redo needs.
+
+        Raises:
+            LedgerError: another broker has it; it is damaged; it belongs to something else.
+        """
+        self.path = path
+        self._keep_bytes = keep_bytes
+        self._file = Database(path, identity=identity, fsync=fsync)
+        self._db = self._file.db
+        try:
+            with damage(path):
+                self.redo_bytes = self._sum_redo_bytes()  # trained payloads beyond the newest valid checkpoint
+                self._counters = Counters(**self._read_counters())
+                self._claim = self._read_claim()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    # ------------------------------------------------------------ writing
+    def commit(self, changes: Changes | None, samples: Sequence[NewSample] = ()) -> None:
+        """Write everything in one transaction; what is returned from here survives a kill.
+
+        Raises:
+            LedgerError: the disk is full or fails. The ledger in memory is then ahead of the one on
+                disk: end the process.
+        """
+        if changes is None and not samples:
+            return
+        failpoint("broker.before_commit")
+        try:
+            with transaction(self._db):
+                self._write_samples(samples)
+                if changes is not None:
+                    self._write(changes)
+        except sqlite3.Error as e:
+            raise LedgerError(f"{self.path}: cannot write the ledger ({e}); free disk space, then restart") from e
+        failpoint("broker.after_commit")
+
+    def _write(self, changes: Changes) -> None:
+        db = self._db
+        marks = ",".join("?" * 12)
+        db.executemany(
+            f"INSERT OR REPLACE INTO attempts ({_ATTEMPT_COLUMNS}) VALUES ({marks})", map(_row, changes.attempts)
+        )
+        ended = [_payload_range(a.key) for a in changes.attempts if a.state in ("dropped", "scored")]
+        db.executemany("DELETE FROM payloads WHERE id BETWEEN ? AND ?", ended)
+        for step in changes.steps:
+            self._write_step(step)
+        db.executemany("INSERT INTO epochs VALUES (?, ?, ?)", changes.epochs)
+        db.executemany("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", changes.checkpoints)
+        validations = [tuple(asdict(v).values()) for v in changes.validations]
+        db.executemany("INSERT OR REPLACE INTO validations VALUES (?, ?, ?, ?, ?, ?)", validations)
+        self._write_claim(changes.claim)
+        self._write_counters(changes.counters)
+        if changes.checkpoints:
+            self._free_payloads(max(step for step, _, _ in changes.checkpoints))
+
+    def _write_samples(self, samples: Iterable[NewSample]) -> None:
+        rows, payloads = [], []
+        for s in samples:
+            h = s.header
+            key = (h["group"], h["attempt"], h["index"])
+            spans = json.dumps(s.spans, separators=(",", ":"))
+            rows.append((*key, *[h[name] for name in _HEADER], s.generator, spans))
+            payloads.append((_payload_id(*key), s.payload))
+        self._db.executemany(f"INSERT INTO samples ({_SAMPLE_COLUMNS}) VALUES ({','.join('?' * 13)})", rows)
+        self._db.executemany("INSERT INTO payloads VALUES (?, ?)", payloads)
+
+    def _write_step(self, s: Step) -> None:
+        size = sum(
+            self._one(
+                "SELECT COALESCE(SUM(LENGTH(data)), 0) FROM payloads WHERE id BETWEEN ? AND ?", _payload_range(key)
+            )[0]
+            for key in s.keys
+        )
+        self._db.execute(
+            "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (s.step, s.epoch, s.version, s.limit, s.applied, s.reason, json.dumps(s.settings), s.digest,
+             json.dumps(s.keys), *s.optimizer_span, size, 1),
+        )  # fmt: skip
+        self.redo_bytes += size
+
+    def _write_claim(self, claim: Claim | None) -> None:
+        if claim == self._claim:
+            return
+        self._db.execute("DELETE FROM claims")
+        if claim is not None:
+            c = claim
+            row = (c.step, c.epoch, c.version, c.limit, c.short, json.dumps(c.keys))
+            self._db.execute("INSERT INTO claims VALUES (?, ?, ?, ?, ?, ?)", row)
+        self._claim = claim
+
+    def _write_counters(self, counters: Counters) -> None:
+        for name in _COUNTERS:
+            value = getattr(counters, name)
+            if value != getattr(self._counters, name):
+                self.put(name, value)
+                setattr(self._counters, name, value)
+
+    def _free_payloads(self, checkpoint: int) -> None:
+        """Trained payloads that no redo needs any more go, oldest step first, down to ``keep_bytes``."""
+        kept = self._db.execute(
+            "SELECT step, payload_bytes, group_keys FROM steps WHERE payloads_kept AND step <= ? ORDER BY step DESC",
+            (checkpoint,),
+        )
+        total = 0
+        for step, size, keys in kept.fetchall():
+            total += size
+            if total > self._keep_bytes:
+                ranges = [_payload_range((g, a)) for g, a in json.loads(keys)]
+                self._db.executemany("DELETE FROM payloads WHERE id BETWEEN ? AND ?", ranges)
+                self._db.execute("UPDATE steps SET payloads_kept = 0 WHERE step = ?", (step,))
+        self.redo_bytes = self._sum_redo_bytes()
+
+    def put(self, name: str, value: Any) -> None:
+        """One value of ``meta`` (in the caller's transaction, or one of its own)."""
+        self._file.put(name, value)
+
+    def get(self, name: str) -> Any:
+        return self._file.get(name)
+
+    # ------------------------------------------------------------ reading
+    def snapshot(self) -> Snapshot:
+        """The ledger as it was last committed.
+
+        Raises:
+            LedgerError: its parts contradict each other.
+        """
+        with damage(self.path):
+            counters = Counters(**self._read_counters())
+            self._check_sums(counters)
+            attached = self._one("SELECT name, incarnation FROM epochs ORDER BY epoch DESC LIMIT 1", ())
+            checkpoint = self._one("SELECT MAX(step) FROM checkpoints", ())[0]
+            return Snapshot(
+                counters=counters,
+                live=self._read_live(),
+                claim=self._read_claim(),
+                validations=[Validation(*row) for row in self._db.execute("SELECT * FROM validations ORDER BY step")],
+                counts=self._read_counts(),
+                drops=self._read_drops(),
+                attached=attached,
+                checkpoint=-1 if checkpoint is None else checkpoint,
+            )
+
+    def payloads(self, keys: Iterable[tuple[int, int, int]]) -> list[bytes | None]:
+        """The payload of each sample; None where it is gone."""
+        out: list[bytes | None] = []
+        for key in keys:
+            row = self._one("SELECT data FROM payloads WHERE id = ?", (_payload_id(*key),))
+            out.append(None if row is None else row[0])
+        return out
+
+    def is_sound(self, attempt: Attempt) -> bool:
+        """Whether all payloads of an attempt are there and fit their checksums."""
+        rows = self._db.execute("SELECT id, data FROM payloads WHERE id BETWEEN ? AND ?", _payload_range(attempt.key))
+        found = {i & MAX_INDEX: zlib.crc32(data) for i, data in rows}
+        return all(found.get(index) == header["crc"] for index, header in attempt.samples.items())
+
+    def step_rows(self, after: int, count: int) -> list[dict[str, Any]]:
+        """Acknowledged steps beyond ``after``, in order: ``{step, epoch, version, limit, applied, reason,
+        settings, digest, groups: [{group, attempt, samples: [header]}]}``; skipped ones without groups."""
+        rows = self._db.execute(
+            "SELECT step, epoch, version, staleness_limit, applied, reason, settings, digest, group_keys "
+            "FROM steps WHERE step > ? ORDER BY step LIMIT ?",
+            (after, count),
+        )
+        return [
+            {
+                "step": step, "epoch": epoch, "version": version, "limit": limit, "applied": bool(applied),
+                "reason": reason, "settings": json.loads(settings), "digest": digest,
+                "groups": [self._group(g, a) for g, a in json.loads(keys)] if applied else [],
+            }
+            for step, epoch, version, limit, applied, reason, settings, digest, keys in rows.fetchall()
+        ]  # fmt: skip
+
+    def checkpoint_path(self) -> str | None:
+        """Folder of the newest valid checkpoint."""
+        row = self._one("SELECT path FROM checkpoints ORDER BY step DESC, epoch DESC LIMIT 1", ())
+        return None if row is None else str(row[0])
+
+    def _group(self, group: int, attempt: int) -> dict[str, Any]:
+        return {"group": group, "attempt": attempt, "samples": list(self._read_headers((group, attempt)).values())}
+
+    def _read_headers(self, key: Key) -> dict[int, Header]:
+        rows = self._db.execute(
+            f"SELECT idx, {', '.join(_HEADER)} FROM samples WHERE grp = ? AND attempt = ? ORDER BY idx", key
+        )
+        return {index: _header(key, index, values) for index, *values in rows}
+
+    def _read_live(self) -> list[Attempt]:
+        marks = ",".join("?" * len(LIVE))
+        rows = self._db.execute(
+            f"SELECT {_ATTEMPT_COLUMNS} FROM attempts WHERE state IN ({marks}) ORDER BY grp, attempt", LIVE
+        )
+        live = [Attempt(*row) for row in rows.fetchall()]
+        for attempt in live:
+            attempt.samples = self._read_headers(attempt.key)
+        return live
+
+    def _read_counts(self) -> dict[Any, dict[Any, int]]:
+        counts: dict[Any, dict[Any, int]] = {lane: {} for lane in LANES}
+        for lane, state, n in self._db.execute("SELECT lane, state, COUNT(*) FROM attempts GROUP BY lane, state"):
+            counts[lane][state] = n
+        return counts
+
+    def _read_drops(self) -> dict[str, Drops]:
+        drops: dict[str, Drops] = {}
+        rows = self._db.execute(
+            "SELECT reason, num_tokens, size, COUNT(*) FROM attempts "
+            "WHERE state = 'dropped' AND lane = 'train' GROUP BY reason, num_tokens, size"
+        )
+        for reason, num_tokens, size, count in rows:
+            drops.setdefault(reason, Drops()).add(num_tokens, size, count)
+        return drops
+
+    def _read_claim(self) -> Claim | None:
+        row = self._one("SELECT epoch, step, version, staleness_limit, short, group_keys FROM claims", ())
+        if row is None:
+            return None
+        epoch, step, version, limit, short, keys = row
+        return Claim(epoch, step, version, limit, bool(short), _keys(keys))
+
+    def _read_counters(self) -> dict[str, int]:
+        return {name: value for name in _COUNTERS if (value := self.get(name)) is not None}
+
+    def _check_sums(self, counters: Counters) -> None:
+        last, applied = self._one("SELECT COALESCE(MAX(step), 0), COALESCE(SUM(applied), 0) FROM steps", ())
+        if (last, applied) != (counters.step, counters.version):
+            raise sqlite3.DatabaseError(f"{applied} steps applied, the last is {last}, but counted {counters}")
+
+    def _sum_redo_bytes(self) -> int:
+        after = "(SELECT COALESCE(MAX(step), -1) FROM checkpoints)"
+        return int(self._one(f"SELECT COALESCE(SUM(payload_bytes), 0) FROM steps WHERE step > {after}", ())[0])
+
+    def _one(self, sql: str, parameters: Sequence[Any]) -> Any:
+        return self._db.execute(sql, parameters).fetchone()
+
+
+def _row(a: Attempt) -> tuple[Any, ...]:
+    return (a.group, a.attempt, a.lane, a.prompt, a.size, a.state, a.reason, a.generator, a.incarnation, a.held,
+            a.num_tokens, a.step)  # fmt: skip
+
+
+def _header(key: Key, index: int, values: Sequence[Any]) -> Header:
+    header = {"group": key[0], "attempt": key[1], "index": index, **dict(zip(_HEADER, values, strict=True))}
+    header["truncated"] = bool(header["truncated"])
+    return header
+
+
+def _keys(text: str) -> tuple[Key, ...]:
+    return tuple((group, attempt) for group, attempt in json.loads(text))
+
+
+def _payload_id(group: int, attempt: int, index: int) -> int:
+    return group << (_ATTEMPT_BITS + _INDEX_BITS) | attempt << _INDEX_BITS | index
+
+
+def _payload_range(key: Key) -> tuple[int, int]:
+    return _payload_id(*key, 0), _payload_id(*key, MAX_INDEX)
