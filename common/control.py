@@ -112,10 +112,11 @@ class Control:
     # ------------------------------------------------------------ registry
     def register(self, role: str, name: str, *, address: str | None = None, **fields: Any) -> None:
         """Enter this process into the registry; kept alive by the refresh thread."""
+        now = f"{time.time():.3f}"
         own = {
             "role": role, "name": name, "pid": os.getpid(), "host": socket.gethostname(),
             "address": address or "", "state": "starts", "version": -1,
-            "incarnation": self._incarnation, "since": f"{time.time():.3f}", **fields,
+            "incarnation": self._incarnation, "since": now, "state_since": now, **fields,
         }  # fmt: skip
         with self._changed:
             self._own = {k: str(v) for k, v in own.items()}
@@ -127,6 +128,8 @@ class Control:
         with self._changed:
             if not self._own or self._own.items() >= new.items():
                 return
+            if new.get("state", self._own["state"]) != self._own["state"]:
+                new["state_since"] = f"{time.time():.3f}"
             self._own.update(new)
         self._work.set()
 

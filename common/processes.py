@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1
@@ -73,5 +74,53 @@ def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     if process.poll() is None or number == signal.SIGKILL:
         try:
             os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of ``pid`` (Linux; elsewhere none)."""
+    return _children_by_parent().get(pid, [])
+
+
+def descendants(pid: int | None = None) -> list[int]:
+    """All processes below ``pid`` (default: this process), nearest first."""
+    by_parent = _children_by_parent()
+    found, level = [], [os.getpid() if pid is None else pid]
+    while level:
+        level = [c for p in level for c in by_parent.get(p, [])]
+        found += level
+    return found
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    by_parent: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # "pid (name) state ppid …"; the name may contain anything, even brackets
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # it has just ended
+        by_parent.setdefault(parent, []).append(int(entry.parent.name))
+    return by_parent
+
+
+def terminate_workers(agent: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the workers of a torch.distributed.run agent, which ends well if they do; to it if it has none."""
+    workers = children(agent.pid)
+    for pid in workers:
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except (ProcessLookupError, PermissionError):
+            pass
+    if not workers:
+        signal_group(agent, signal.SIGTERM)
+
+
+def kill_descendants() -> None:
+    """SIGKILL to every process below this one."""
+    for pid in descendants():
+        try:
+            os.kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass

@@ -60,7 +60,7 @@ def start_role(role: RoleName, argv: list[str], *, name: str | None = None) -> R
     if processes.wants_to_die_with_parent():
         processes.die_with_parent()
     failpoints.arm()
-    args = _parser(role).parse_args(argv)
+    args = _parser(role).parse_intermixed_args(argv)
     name = args.name or name or _default_name(role)
     stop = _stop_on_signals()
     log = logs.set_up(name)

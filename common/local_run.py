@@ -1,0 +1,294 @@
+"""A whole run on this host: Redis-compatible server, broker, learner, generators, from start to end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from common import logs, preflight
+from common.config import Config
+from common.console import make_console
+from common.control import Control
+from common.errors import ControlError
+from common.processes import child_environment, kill_descendants, spawn, terminate_workers
+from common.redis_server import start_server
+from common.roles import ERROR_FILE, HOST_KEYS, store_config
+from common.summary import Summary
+from common.supervise import Child, End, Outcome, Start, Supervisor, read_own_error
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_FILE = "run.json"
+ROLES = ("broker", "learner", "generators")
+INTERRUPTED = 130
+_LAST_S = 2.0  # for broker and Redis, once the learner is down
+_log = logging.getLogger(logs.LOGGER)
+
+
+def role_environment(redis_url: str) -> dict[str, str]:
+    """What every role's process gets on top of this one's environment."""
+    path = os.environ.get("PYTHONPATH")
+    return {
+        "LEEWAY_REDIS_URL": redis_url,  # not in `ps`, as an argument would be
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
+        "PYTHONSAFEPATH": "1",  # a `common` in the user's folder is not ours
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Nothing of torch.distributed listens on other interfaces: the agent's store is a file,
+        # and it makes no TCPStore for its workers.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def role_command(role: str, config: Config, folder: Path, arguments: list[str]) -> list[str]:
+    """The command line of a role; the learner's ranks are started by torch.distributed.run."""
+    if role != "learner":
+        return [sys.executable, "-m", role, *arguments]
+    store = folder / f"rendezvous-{uuid.uuid4().hex[:8]}"
+    return [
+        sys.executable, "-m", "torch.distributed.run",
+        "--nnodes=1", f"--nproc-per-node={config.trainer.nproc_per_node}", "--max-restarts=0",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={store}", "--rdzv-conf=store_type=file",
+        f"--rdzv-id={store.name}", "--local-addr=127.0.0.1",
+        f"--shutdown-timeout={max(1, int(config.run.stop_timeout_s))}",
+        "-m", "learner", *arguments,
+    ]  # fmt: skip
+
+
+def host_overrides(config: Config) -> list[str]:
+    """The values that never travel through Redis, for the command lines of this host's roles."""
+    path, trusted = config.reward.custom_function.path, config.model.trust_remote_code
+    values = {
+        "reward.custom_function.path": json.dumps(str(Path(path).expanduser().resolve())) if path else None,
+        "model.trust_remote_code": "true" if trusted else None,
+    }
+    return [f"{key}={value}" for key in HOST_KEYS if (value := values[key])]
+
+
+class LocalRun:
+    """One run from start to end; ``execute`` returns the exit code."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.folder = Path(config.run.dir or "")
+        self.supervisor = Supervisor(self.folder / "logs", config.run.max_restarts)
+        self.supervisor.on_change = self._write_run_file
+        self._url = ""
+        self._started = time.time()
+
+    def execute(self) -> int:
+        """Raises LeewayError before anything runs; afterwards the exit code says it."""
+        lock = preflight.occupy(self.folder)
+        continued = preflight.is_continued(self.folder)
+        (self.folder / "logs").mkdir(exist_ok=True)
+        self._log_to_file()
+        self._save_config()
+        self._handle_signals()
+        try:
+            return self._execute(continued)
+        finally:
+            self.supervisor.kill_all()
+            self._write_run_file()
+            lock.close()
+
+    def _execute(self, continued: bool) -> int:
+        self._start_redis()
+        control = Control(self._url, str(self.config.run.id))
+        try:
+            self._take_over(control)
+            self.console = make_console(self.config, self.folder, control.entries, control.desired)
+            verb = "continues" if continued else "starts"
+            self.console.note(f"run {self.config.run.id} {verb} in {self.folder}")
+            try:
+                for role in ROLES:
+                    self.supervisor.add(role, self._starter(role))
+                outcome = self.supervisor.watch(lambda: self._tick(control), self._finishes)
+                self._end(control, outcome)
+            finally:
+                self.console.close()
+        finally:
+            control.close()
+        return self._report(outcome)
+
+    # ------------------------------------------------------------ start
+    def _start_redis(self) -> None:
+        if self.config.run.redis_url:
+            self._url = self.config.run.redis_url
+            return
+        self._url, process = start_server(self.folder)
+        self.supervisor.adopt("redis", process, lambda env, out: start_server(self.folder, url=self._url)[1])
+
+    def _take_over(self, control: Control) -> None:
+        """Make sure nobody is there, forget what an earlier launch left, store the config."""
+        control.refresh()
+        if there := ", ".join(e.name for e in control.entries()):
+            raise ControlError(
+                f"run {control.run_id} at {control.address} already has {there}; stop them or choose another run.id"
+            )
+        control.forget_run()
+        store_config(control, self.config)
+        control.event("launcher", "starts the run")
+
+    def _starter(self, role: str) -> Start:
+        arguments = ["--run-id", str(self.config.run.id), *host_overrides(self.config)]
+
+        def start(env: dict[str, str], out: int) -> subprocess.Popen[bytes]:
+            for old in self.folder.glob("rendezvous-*") if role == "learner" else ():
+                old.unlink(missing_ok=True)
+            command = role_command(role, self.config, self.folder, arguments)
+            return spawn(command, env={**env, **role_environment(self._url)}, stdout=out, stderr=out)
+
+        return start
+
+    def _save_config(self) -> None:
+        tree = self.config.model_dump(mode="json")
+        tree["run"]["redis_url"] = None  # may hold a password
+        path = self.folder / preflight.CONFIG_FILE
+        path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+    def _write_run_file(self) -> None:
+        """``run.json``, readable by its owner only: where a verb finds the run."""
+        content = {
+            "run_id": self.config.run.id, "redis_url": self._url, "host": socket.gethostname(),
+            "started": round(self._started, 3), "pids": {"launcher": os.getpid(), **self.supervisor.pids()},
+        }  # fmt: skip
+        fresh = self.folder / f"{RUN_FILE}.tmp"
+        fresh.unlink(missing_ok=True)
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
+            json.dump(content, f, indent=1)
+        os.replace(fresh, self.folder / RUN_FILE)
+
+    def _log_to_file(self) -> None:
+        """The launcher's own lines go where the roles' go; the console shows them from there."""
+        log = logs.set_up("launcher", self.folder / "logs")
+        for handler in list(log.handlers):
+            if not isinstance(handler, logging.FileHandler):
+                log.removeHandler(handler)
+
+    def _handle_signals(self) -> None:
+        def on_signal(_number: int, _frame: FrameType | None) -> None:
+            self.supervisor.interrupts += 1
+            if self.supervisor.interrupts > 1:
+                sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")  # the live table hides the cursor
+                sys.stdout.flush()
+                self.supervisor.kill_all()
+                os._exit(INTERRUPTED)
+            self.supervisor.wake()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, on_signal)
+
+    # ------------------------------------------------------------ middle
+    def _tick(self, control: Control) -> bool:
+        """Show what is new; False once somebody wants the run to stop."""
+        for child in self.supervisor.children.values():
+            child.ready = child.ready or self._works(control, child)
+        self.console.tick()
+        return control.desired() != "stopped"
+
+    def _works(self, control: Control, child: Child) -> bool:
+        """Whether this incarnation of a role has come to its real work."""
+        role = "generator" if child.name == "generators" else child.name
+        mine = [e for e in control.entries(role) if float(e.fields.get("since", "0")) >= child.started_at]
+        return any(e.address is not None if role == "broker" else e.version >= 0 for e in mine)
+
+    def _finishes(self, child: Child, end: End) -> bool:
+        """The learner ends the run by ending well."""
+        return child.name == "learner" and end.returncode == 0
+
+    # ------------------------------------------------------------ end
+    def _end(self, control: Control, outcome: Outcome) -> None:
+        """Everything down: learner first (it saves), generators meanwhile, then broker and Redis."""
+        deadline = time.monotonic() + max(1.0, self.config.run.stop_timeout_s - _LAST_S)
+        if self.supervisor.interrupts:
+            self.console.note("stopping; once more Ctrl-C kills at once")
+        with contextlib.suppress(ControlError):
+            control.set_desired("stopped", "launcher")
+        self.supervisor.signal(signal.SIGTERM, "generators")
+        learner = self.supervisor.children.get("learner")
+        if learner is not None and learner.process is not None:
+            terminate_workers(learner.process)
+
+        def tick() -> bool:
+            self.console.tick()
+            return True
+
+        wait = self.supervisor.wait_for_end
+        if not wait(["learner"], deadline, tick):
+            _log.warning("the learner did not end in time and is killed")
+        self.supervisor.signal(signal.SIGTERM, "broker")
+        late = time.monotonic() + _LAST_S
+        if not wait(["broker", "generators"], max(deadline, late), tick):
+            names = [n for n in ("broker", "generators") if n in self.supervisor.children]
+            alive = [n for n in names if self.supervisor.children[n].alive]
+            _log.warning("%s did not end in time and is killed", " and ".join(alive))
+        self.supervisor.signal(signal.SIGTERM, "redis")
+        wait(["redis"], time.monotonic() + 1.0, tick)
+        self.supervisor.kill_all()
+
+    def _report(self, outcome: Outcome) -> int:
+        """The summary, and last of all the error if there is one."""
+        summary = Summary.read(self.folder)
+        if summary is not None and summary.step > 0:
+            print(summary.paragraph(self.folder), flush=True)
+        if not outcome.gave_up or outcome.end is None:
+            return INTERRUPTED if self.supervisor.interrupts else 0
+        sys.stdout.flush()
+        text = str(outcome.end).splitlines()
+        log = self.folder / "logs" / f"{outcome.child}.out"
+        print(f"\n{outcome.child} ended the run; its output is in {log}", file=sys.stderr)
+        print("\n  ".join([f"{outcome.child}: error: {text[0]}", *text[1:]]), file=sys.stderr, flush=True)
+        return outcome.end.own_exit_code or 1
+
+
+def run_alone(role: str, config: Config | None, redis_url: str, arguments: list[str]) -> int:
+    """One role in the foreground, not supervised, until it ends; its own error is the last thing it says."""
+    os.environ.update(role_environment(redis_url))
+    if role != "learner":
+        command = role_command(role, Config(), Path(), arguments)
+        os.execve(command[0], command, _without_supervisor(child_environment()))
+    with tempfile.TemporaryDirectory(prefix="leeway-") as folder:
+        return _run_agent(role_command(role, config or Config(), Path(folder), arguments), Path(folder))
+
+
+def _run_agent(command: list[str], folder: Path) -> int:
+    """torch.distributed.run in the foreground: signals go to its workers, their own error is said again last."""
+    error_file = folder / "learner.error"
+    agent = spawn(command, env=child_environment({ERROR_FILE: str(error_file)}))
+    interrupts = 0
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts > 1:
+            kill_descendants()
+        else:
+            terminate_workers(agent)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    code = agent.wait()
+    kill_descendants()
+    own = read_own_error(error_file)
+    if own is None:
+        return code if code >= 0 else 128 - code
+    print(f"learner: error: {own[0]}", file=sys.stderr, flush=True)
+    return own[1]
+
+
+def _without_supervisor(env: dict[str, str]) -> dict[str, str]:
+    """A role in the foreground of a shell ends by signals, not with whatever started the shell."""
+    return {k: v for k, v in env.items() if k not in ("LEEWAY_PDEATHSIG", ERROR_FILE)}

@@ -1,0 +1,185 @@
+"""Leeway's command: start a run, one of its roles, or talk to one.
+
+launch.py run CONFIG.yaml [more.yaml …] [a.b=c …]     everything on this host
+launch.py broker|learner|generators …                 one role alone, in any order
+launch.py status|why|pause|resume|stop [RUN_DIR]      talk to a run
+launch.py config [CONFIG.yaml …] [a.b=c …]            check or print a config
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+import yaml
+
+from common.config import Config
+from common.errors import ConfigError, LeewayError, Stopped
+from common.loading import config_paths, load_config
+from common.preflight import checked_config
+
+ROLE_VERBS = {"broker": "broker", "learner": "learner", "generators": "generator"}
+DESIRED_VERBS = {"pause": "paused", "resume": "running", "stop": "stopped"}
+_SENTENCES = {
+    "run": "start a whole run on this host and see it to its end",
+    "broker": "start the broker of a run",
+    "learner": "start the learner of a run",
+    "generators": "start this host's generators of a run",
+    "status": "show a run's processes and what its groups are doing",
+    "why": "show who waits for whom, and what happened last",
+    "pause": "hand out no more work until `resume`",
+    "resume": "go on after `pause`",
+    "stop": "end a run; the learner saves first",
+    "config": "check a config, or print it whole",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)  # files and overrides may also come after options
+    if unknown := [a for a in rest if a.startswith("-") or not hasattr(args, "config")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        args.config += rest
+    try:
+        return int(args.do(args))
+    except Stopped:
+        return 0
+    except ConfigError as e:
+        return _complain(e.faults, e.exit_code)
+    except LeewayError as e:
+        return _complain([str(e)], e.exit_code)
+
+
+def _complain(faults: list[str], code: int) -> int:
+    if len(faults) == 1:
+        print(f"launch.py: error: {faults[0]}", file=sys.stderr)
+    else:
+        print("\n  ".join([f"launch.py: {len(faults)} errors:", *faults]), file=sys.stderr)
+    return code
+
+
+# ---------------------------------------------------------------- arguments
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, do: Any, **options: Any) -> argparse.ArgumentParser:
+        made = verbs.add_parser(
+            name, help=_SENTENCES[name], description=_SENTENCES[name], allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter, **options,
+        )  # fmt: skip
+        made.set_defaults(do=do)
+        return made
+
+    for name, do in (("run", _run), ("config", _config)):
+        made = verb(name, do, epilog=_key_help() if _wants_help() else None)
+        _add_config(made)
+        made.add_argument("--print-config", action="store_true", help="print the whole config as YAML and end")
+        made.add_argument("--dry-run", "--check", action="store_true", help="check everything, start nothing")
+    for name in ROLE_VERBS:
+        made = verb(name, _role)
+        _add_place(made)
+        made.add_argument("--name", help="name of the process in the registry")
+        _add_config(made)
+    for name in ("status", "why", *DESIRED_VERBS):
+        made = verb(name, _talk)
+        made.add_argument("folder", nargs="?", metavar="RUN_DIR", help="default: the newest under runs/")
+        _add_place(made)
+        if name == "status":
+            made.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="*", metavar="CONFIG.yaml | a.b=c", help="files, left to right, then overrides")
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--redis-url", help="Redis of the run (default: $LEEWAY_REDIS_URL)")
+    parser.add_argument("--run-id", help="id of the run")
+
+
+def _wants_help() -> bool:
+    return "-h" in sys.argv or "--help" in sys.argv
+
+
+def _key_help() -> str:
+    """Each config key with its default and its sentence."""
+    lines = ["keys:"]
+    for key, (_, default, sentence) in config_paths().items():
+        lines += [f"  {key}={json.dumps(default)}", f"      {sentence}"]
+    return "\n".join(lines)
+
+
+def _split(items: list[str]) -> tuple[list[str], list[str]]:
+    return [i for i in items if "=" not in i], [i for i in items if "=" in i]
+
+
+# ---------------------------------------------------------------- verbs
+def _run(args: argparse.Namespace) -> int:
+    files, overrides = _split(args.config)
+    if not files and not overrides:
+        raise ConfigError("give a config, e.g. launch.py run configs/quickstart.yaml")
+    config = checked_config(files, overrides)
+    if args.print_config or args.dry_run:
+        return _show(config, args.print_config)
+    from common.local_run import LocalRun
+
+    return LocalRun(config).execute()
+
+
+def _config(args: argparse.Namespace) -> int:
+    files, overrides = _split(args.config)
+    if args.print_config and not args.dry_run:
+        return _show(load_config(files, overrides), True)
+    return _show(checked_config(files, overrides), args.print_config)
+
+
+def _show(config: Config, whole: bool) -> int:
+    if whole:
+        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), end="")
+    else:
+        print(f"the config is good: run {config.run.id} in {config.run.dir}")
+    return 0
+
+
+def _role(args: argparse.Namespace) -> int:
+    """Check what can be checked here, then become the role."""
+    files, overrides = _split(args.config)
+    run_id = [f"run.id={args.run_id}"] if args.run_id else []
+    config = checked_config(files, [*overrides, *run_id], folder=False) if files else None
+    redis_url = args.redis_url or os.environ.get("LEEWAY_REDIS_URL") or (config and config.run.redis_url)
+    if not redis_url:
+        raise ConfigError(
+            "--redis-url: give the Redis of the run (or LEEWAY_REDIS_URL, or run.redis_url in the config)"
+        )
+    from common.local_run import run_alone
+
+    arguments = [a for option in ("run_id", "name") if (value := getattr(args, option)) for a in (_flag(option), value)]
+    return run_alone(args.verb, config, redis_url, [*arguments, *args.config])
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def _talk(args: argparse.Namespace) -> int:
+    from common import verbs
+
+    place = verbs.find_run(args.folder, args.redis_url, args.run_id)
+    if args.verb == "status":
+        return verbs.status(place, as_json=args.json)
+    if args.verb == "why":
+        return verbs.why(place)
+    return verbs.set_desired(place, DESIRED_VERBS[args.verb])  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
