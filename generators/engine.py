@@ -62,6 +62,7 @@ class Engine:
         self._folder = folder
         self._recompute_kv = config.rollout.recompute_kv
         self._closed = False
+        self._died = False
 
     # ------------------------------------------------------------ start and end
     @classmethod
@@ -101,7 +102,7 @@ class Engine:
     @property
     def dead(self) -> bool:
         """The child ended, or its output can no longer be read."""
-        return bool(self._closed or self._llm.errored)
+        return bool(self._closed or self._died or self._llm.errored)
 
     async def wait_dead(self) -> None:
         """Return when the child process has ended; also while no request runs."""
@@ -112,6 +113,7 @@ class Engine:
             loop.add_reader(fd, done.set)
         try:
             await done.wait()
+            self._died = True
         finally:
             for fd in fds:
                 loop.remove_reader(fd)
@@ -261,10 +263,7 @@ def _start_vllm(model_path: str, config: Config, seed: int, folder: Path) -> Any
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    on_cpu = current_platform.is_cpu()
-    if on_cpu:  # a worker inside EngineCore instead of a third process
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    args = AsyncEngineArgs(**_engine_args(model_path, config, seed, on_cpu))
+    args = AsyncEngineArgs(**_engine_args(model_path, config, seed, current_platform.is_cpu()))
     with _for_children(folder):
         return AsyncLLM.from_engine_args(args)
 
@@ -272,7 +271,7 @@ def _start_vllm(model_path: str, config: Config, seed: int, folder: Path) -> Any
 def _set_environment(model_path: str, folder: Path) -> None:
     os.environ.update(_ENVIRONMENT)
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it overrides kv_cache_memory_bytes
     if os.path.isdir(model_path):
@@ -285,8 +284,8 @@ def _for_children(folder: Path) -> Iterator[None]:
     before = dict(os.environ)
     os.environ["TMPDIR"] = str(folder)  # rendezvous files
     os.environ["LEEWAY_ENGINE_PARENT"] = str(os.getpid())
-    if os.environ["VLLM_LOGGING_LEVEL"] != "DEBUG":
-        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         yield
     finally:
@@ -299,6 +298,7 @@ def _engine_args(model_path: str, config: Config, seed: int, on_cpu: bool) -> di
     from vllm.config import WeightTransferConfig
 
     rollout = config.rollout
+    workers = rollout.tensor_model_parallel_size
     args: dict[str, Any] = {
         "model": model_path,
         "load_format": "dummy",
@@ -312,19 +312,15 @@ def _engine_args(model_path: str, config: Config, seed: int, on_cpu: bool) -> di
         "logprobs_mode": "processed_logprobs",
         "stream_interval": PROGRESS_TOKENS,
         "generation_config": "auto",
+        "tensor_parallel_size": workers,
+        # On a CPU, too, the worker lives inside EngineCore: vLLM's own choice is a third process.
+        "distributed_executor_backend": f"generators.worker.{'OneWorker' if workers == 1 else 'ManyWorkers'}",
         "worker_extension_cls": "generators.worker.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     if on_cpu:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling small kernels costs seconds at the first request
-        args |= {
-            "enforce_eager": True,
-            "distributed_executor_backend": "uni",
-            "kv_cache_memory_bytes": rollout.cpu_kv_cache_bytes,
-        }
+        args |= {"enforce_eager": True, "kv_cache_memory_bytes": rollout.cpu_kv_cache_bytes}
     else:
-        args |= {
-            "tensor_parallel_size": rollout.tensor_model_parallel_size,
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        }
+        args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     return args

@@ -1,35 +1,75 @@
-"""Inside the engine's processes: dies with its parent, receives weights, loads them."""
+"""Inside the engine's processes: dies with its parent, stages weights, loads them.
+
+vLLM imports this module because it is named as executor and worker extension (``engine.py``).
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from common.errors import WeightError
+from common.failpoints import failpoint
 from common.processes import die_with_parent
+from common.sockets import post
+from common.weights import HostBuffer
+from common.wire import encode
+from generators.staging import Staging
 
 BACKEND = "leeway"
 
 
+def _die_with_parent() -> None:
+    """In a process of the engine: be killed when its parent is, also if that has already happened."""
+    parent = os.environ.get("LEEWAY_ENGINE_PARENT")
+    if parent is None or parent == str(os.getpid()):
+        return  # the generator itself
+    die_with_parent()
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.environ["LEEWAY_ENGINE_PARENT"] = str(os.getpid())  # for workers that this process starts
+
+
+_die_with_parent()
+
+
+class OneWorker(UniProcExecutor):
+    """The worker inside EngineCore. (Unpickling the class imports this module early in the child.)"""
+
+
+class ManyWorkers(MultiprocExecutor):
+    """A process for each worker."""
+
+
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    pass
+    """Nothing to set up: groups are made for each transfer."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    tensors: Any = None
+    """A whole version in host memory."""
+
+    weights: HostBuffer
 
 
 class StagedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's hook: loads a version that ``Staging`` has received."""
+
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
@@ -37,35 +77,68 @@ class StagedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
-        raise NotImplementedError
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: Any) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":  # the base class would do this on CPUs too, where it raises
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        raise NotImplementedError
+        loaded = self.model.load_weights(update_info.weights.tensors())
+        self._refuse_gaps(loaded)
 
     def finish_weight_update(self) -> None:
-        raise NotImplementedError
+        finalize_layerwise_reload(self.model, self.model_config)
+        _refresh_tied_head(self.model, self.model_config)
 
     def shutdown(self) -> None:
         pass
 
+    def _refuse_gaps(self, loaded: Iterable[str] | None) -> None:
+        """What ``load_weights`` says it loaded must be all that the model has."""
+        if loaded is None:
+            return  # this model's loader does not say; the digests and the first dummy start remain
+        missing = {name for name, _ in self.model.named_parameters()} - set(loaded)
+        if missing:
+            raise WeightError(f"the model has tensors that were not sent: {', '.join(sorted(missing)[:5])}")
+
+
+def _refresh_tied_head(model: Any, model_config: Any) -> None:
+    """On CPUs a tied head keeps a packed copy of the old weights, silently; pack it anew."""
+    head = getattr(model, "lm_head", None)
+    if hasattr(head, "cpu_linear") and model_config.hf_text_config.tie_word_embeddings:
+        head.quant_method.process_weights_after_loading(head)
+
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class."""
+    """Mixed into vLLM's worker; ``Engine.rpc`` calls these methods by name, between two steps."""
+
+    _staging: Staging | None = None
+
+    def stage(self, *, mailbox: str, **transfer: Any) -> None:
+        """Start to receive a version (``Staging.begin``); events go to ``mailbox``."""
+        failpoint("worker.stage")
+        if self._staging is None:
+            self._staging = Staging(worker=self.rank)
+        self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
+
+    def check_staged(self, *, version: int) -> None:
+        self._staged().check(version)
+
+    def load_staged(self, *, version: int) -> None:
+        """Put the staged weights into the model. After an error here the model is not usable."""
+        failpoint("worker.load")
+        weights = self._staged().take(version)
+        self.start_weight_update()
+        self.update_weights({"weights": weights})
+        self.finish_weight_update()
+
+    def _staged(self) -> Staging:
+        if self._staging is None:
+            raise WeightError("nothing is staged here")
+        return self._staging
 
 
-def _register() -> None:
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)
-
-
-def _die_with_engine() -> None:
-    parent = os.environ.get("LEEWAY_ENGINE_PARENT")
-    if parent is None:
-        return  # imported outside an engine
-    die_with_parent()
-    if os.getppid() == 1 and parent != "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-_register()
-_die_with_engine()
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)

@@ -1,0 +1,136 @@
+"""The receiving end of a transfer, in a worker of the engine (no vLLM here).
+
+A thread receives a whole version into one host buffer, which is reused, while the engine goes on
+sampling; it checks every tensor's digest and posts what came of it. Until then, and if anything
+fails, the engine's weights are untouched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import LeewayError, WeightError
+from common.failpoints import failpoint
+from common.transfer import Group, first_line, join_group
+from common.weights import HostBuffer, Manifest, decode_manifest
+
+Post = Callable[..., None]  # post(op, **fields): an event of WORKER_OPS
+
+
+class Staging:
+    """One worker's buffer for the next version. Methods are for the worker's main thread."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._buffer = HostBuffer()
+        self._layout: Manifest | None = None  # of the first version; all later ones must have it
+        self._thread: threading.Thread | None = None
+        self._number = -1
+        self._lock = threading.Lock()  # guards the two below against the receiving thread
+        self._staged: int | None = None  # version that lies complete and checked in the buffer
+        self._expected = -1
+
+    def begin(
+        self,
+        *,
+        number: int,
+        version: int,
+        manifest: bytes,
+        host: str,
+        port: int,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        post: Post,
+    ) -> None:
+        """Start to receive; returns at once. ``post`` is called with ``staged`` or ``failed``.
+
+        A transfer that still runs is given up (the learner has closed its end).
+
+        Raises:
+            WeightError: the manifest cannot be read or is that of another model.
+        """
+        wanted = decode_manifest(manifest)
+        self._refuse_other_layout(wanted)
+        before = self._thread
+        with self._lock:
+            self._staged, self._expected, self._number = None, version, number
+
+        def receive() -> None:
+            start = time.perf_counter()
+            try:
+                if before is not None:
+                    before.join(timeout_s)
+                    if before.is_alive():
+                        raise WeightError("the transfer before this one has not ended")
+                with_group = join_group(
+                    host, port, prefix, rank=rank + self._worker, world_size=world_size, timeout_s=timeout_s
+                )
+                with with_group as group:
+                    self._receive(group, wanted)
+                with self._lock:
+                    if self._number != number:
+                        raise WeightError("a newer transfer took its place")
+                    self._staged = version
+                    self._layout = self._layout or wanted
+                failpoint("staging.staged")
+                seconds = time.perf_counter() - start
+                post("staged", number=number, worker=self._worker, digest=wanted.digest, receive_s=seconds)
+            except Exception as e:
+                post("failed", number=number, worker=self._worker, reason=_reason(e))
+
+        self._thread = threading.Thread(target=receive, name=f"weights-{number}", daemon=True)
+        self._thread.start()
+
+    def _receive(self, group: Group, manifest: Manifest) -> None:
+        """All buckets; each tensor is checked as soon as its last byte is there."""
+        self._buffer.prepare(manifest)
+        unchecked = list(zip(manifest.entries, manifest.digests, strict=True))[::-1]
+        for index in range(manifest.num_buckets):
+            failpoint("staging.bucket")
+            try:
+                group.receive(self._buffer.bucket(index))
+            except RuntimeError as e:
+                raise WeightError(f"bucket {index} of {manifest.num_buckets}: {first_line(e)}") from None
+            there = manifest.bucket(index).stop
+            while unchecked and unchecked[-1][0].end <= there:
+                entry, digest = unchecked.pop()
+                if self._buffer.digest(entry) != digest:
+                    raise WeightError(f"tensor {entry.name}: the bytes received are not those sent (digest differs)")
+
+    def check(self, version: int) -> None:
+        """Raises WeightError unless ``version`` lies complete in the buffer."""
+        with self._lock:
+            if self._staged != version:
+                raise WeightError(f"version {version} is not staged here (but {self._staged})")
+
+    def take(self, version: int) -> HostBuffer:
+        """The complete ``version``; once. It stands until the next ``begin``."""
+        self.check(version)
+        with self._lock:
+            self._staged = None
+        return self._buffer
+
+    def _refuse_other_layout(self, wanted: Manifest) -> None:
+        if len(wanted.digests) != len(wanted.entries):
+            raise WeightError("the manifest has no digests")
+        if self._layout is None or self._layout.entries == wanted.entries:
+            return
+        mine: dict[str, Any] = {e.name: (e.dtype, e.shape) for e in self._layout.entries}
+        new: dict[str, Any] = {e.name: (e.dtype, e.shape) for e in wanted.entries}
+        for name in mine.keys() | new.keys():
+            if mine.get(name) != new.get(name):
+                raise WeightError(f"tensor {name}: {_text(new.get(name))} is sent, {_text(mine.get(name))} was before")
+        raise WeightError("the tensors come in another order than before")
+
+
+def _text(kind: tuple[str, tuple[int, ...]] | None) -> str:
+    return "nothing" if kind is None else f"{kind[0]} {list(kind[1])}"
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, LeewayError) else f"{type(error).__name__}: {first_line(error)}"
