@@ -152,6 +152,10 @@ class AsyncDealer:
     async def send(self, frames: list[bytes]) -> None:
         await self._socket.send_multipart(frames)
 
+    def post(self, frames: list[bytes]) -> None:
+        """Send without waiting. Order is kept; what cannot leave yet is queued here until it can."""
+        self._socket.send_multipart(frames)
+
     async def receive(self) -> list[bytes]:
         return await self._socket.recv_multipart()
 
