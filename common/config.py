@@ -29,6 +29,9 @@ def _threshold(value: object) -> object:
 
 
 Threshold = Annotated[float | str | None, BeforeValidator(_threshold)]
+ResumeMode = Annotated[  # YAML reads a bare `off` as false; verl says `disable`
+    Literal["auto", "off"], BeforeValidator(lambda v: "off" if v is False or v == "disable" else v)
+]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal[
     "kl",
@@ -300,13 +303,15 @@ class Rollout(Section):
 
 
 class Trainer(Section):
+    total_epochs: PositiveInt | None = None
+    """Passes over the training prompts after which the run ends; null: as many as `run.max_steps` needs."""
     save_freq: int = 50
     """Steps between checkpoints; -1: only the first and the last."""
     test_freq: int = -1
     """Steps between held-out validations on the generators; -1: never."""
     val_before_train: bool = False
     """Validate version 0 before the first step."""
-    resume_mode: Literal["auto", "off"] = "auto"
+    resume_mode: ResumeMode = "auto"
     """auto: a run directory that has a run of this config is continued; off: it is refused."""
     max_ckpt_to_keep: PositiveInt = 2
     """Checkpoints kept (the newest valid one always)."""
@@ -353,6 +358,8 @@ class Ledger(Section):
     """Also survive power loss (SQLite synchronous=FULL)."""
     keep_bytes: NonNegativeInt = 1 << 30
     """Trained payloads kept beyond what redo needs."""
+    redo_bytes: PositiveInt = 4 << 30
+    """Trained payloads beyond the last checkpoint; above this the broker asks the learner for one."""
 
 
 class Generators(Section):
@@ -408,7 +415,8 @@ def combination_faults(c: Config) -> list[str]:
     refuse(
         truncated and not c.rollout.allow_truncated_sampling,
         f"rollout.top_p={c.rollout.top_p}, rollout.top_k={c.rollout.top_k}: the learner's log-probs "
-        "would not be those of the distribution sampled. Use top_p=1, top_k=-1, or accept the bias with rollout.allow_truncated_sampling=true",
+        "would not be those of the distribution sampled. Use top_p=1, top_k=-1, or accept the bias with "
+        "rollout.allow_truncated_sampling=true",
     )
     refuse(
         bool(c.model.path) == c.model.toy,

@@ -170,8 +170,11 @@ def _validate(tree: dict[str, Any], origin: dict[str, str]) -> tuple[Config, lis
         path = _known_prefix(error["loc"])
         where = origin.get(path) or next((w for k, w in origin.items() if k.startswith(f"{path}.")), "config")
         if error["type"] == "extra_forbidden":
-            near = _nearest(path, known)
-            faults[path] = f"{where}: {path}: unknown key" + (f"; did you mean {near}?" if near else "")
+            for key in [k for k in origin if k.startswith(f"{path}.")] or [path]:
+                near = _nearest(key, known)
+                faults[key] = f"{origin.get(key, where)}: {key}: unknown key" + (
+                    f"; did you mean {near}?" if near else ""
+                )
         else:
             message = error["msg"].removeprefix("Value error, ")
             faults.setdefault(path, f"{where}: {path}={error['input']!r}: {message[0].lower()}{message[1:]}")

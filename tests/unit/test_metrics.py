@@ -1,0 +1,127 @@
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import LeewayError
+from common.loading import load_config
+from common.metric_table import METRICS
+from common.metrics import MetricsWriter, declared, read_metrics
+
+BASE = ["model.toy=true", "data.task=reverse_digits", "run.id=x"]
+
+
+@pytest.fixture
+def writer(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEEWAY_STRICT", "1")
+    made = []
+
+    def make(*overrides, stream=None):
+        made.append(MetricsWriter(tmp_path, load_config([], [*BASE, *overrides]), stream=stream))
+        return made[-1]
+
+    yield make
+    for w in made:
+        w.close()
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_line_a_step_at_once_and_the_same_on_the_console(writer, tmp_path):
+    screen = io.StringIO()
+    w = writer("trainer.logger=[console]", stream=screen)
+    assert w.write(3, {"critic/score/mean": 0.125, "training/global_step": 4, "actor/lr": float("inf")})
+    row = lines(tmp_path)[0]
+    assert row.pop("time") > 1.7e9
+    assert row == {"step": 3, "critic/score/mean": 0.125, "training/global_step": 4, "actor/lr": None}
+    assert screen.getvalue() == "step:3 - critic/score/mean:0.125 - training/global_step:4 - actor/lr:nan\n"
+
+
+def test_a_redone_step_is_written_only_if_missing(writer, tmp_path):
+    first = writer("trainer.logger=[]")
+    for step in (1, 2, 3):
+        first.write(step, {"actor/lr": step})
+    first.close()
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, "acto')  # a crash in the middle of a line
+    again = writer("trainer.logger=[]")
+    assert [again.write(step, {"actor/lr": 10 * step}) for step in (3, 4)] == [False, True]
+    assert [(r["step"], r["actor/lr"]) for r in lines(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_reading_goes_on_where_it_ended_and_leaves_a_line_being_written(writer, tmp_path):
+    w = writer("trainer.logger=[]")
+    w.write(1, {"actor/lr": 1})
+    rows, place = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1]
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 2')
+    assert read_metrics(tmp_path / "metrics.jsonl", place) == ([], place)
+    assert read_metrics(tmp_path / "none.jsonl") == ([], 0)
+
+
+def test_an_undeclared_metric_is_an_error_in_tests_and_a_warning_elsewhere(writer, tmp_path, monkeypatch):
+    w = writer("trainer.logger=[]")
+    with pytest.raises(LeewayError, match="critic/scores/mean"):
+        w.write(1, {"critic/scores/mean": 1.0})
+    monkeypatch.delenv("LEEWAY_STRICT")
+    assert w.write(1, {"critic/scores/mean": 1.0})
+    assert lines(tmp_path)[0]["critic/scores/mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("critic/score/max", True), ("critic/score/median", False), ("queue/dropped/too_stale", True), ("queue/x", False),
+     ("val-core/gsm8k/reward/mean@1", True), ("val-core/a/b/reward/mean@1", False), ("timing_s/step", True)],
+)  # fmt: skip
+def test_patterns(name, known):
+    assert (declared(name) is not None) == known
+
+
+def test_each_metric_has_a_unit_and_a_sentence():
+    for name, (unit, meaning) in METRICS.items():
+        assert unit and re.fullmatch(r".*[.)]", meaning), name
+
+
+def test_a_fault_of_wandb_does_not_touch_the_run(writer, tmp_path, monkeypatch):
+    def broken(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("common.metrics._start_wandb", broken)
+    w = writer("trainer.logger=[wandb]")
+    assert w.write(1, {"actor/lr": 1.0})
+    assert len(lines(tmp_path)) == 1
+
+
+def test_wandb_is_offline_without_a_key_and_keeps_its_files_in_the_run(tmp_path):
+    code = """
+import sys, socket
+real = socket.socket.connect
+def connect(self, address):
+    assert not isinstance(address, tuple) or address[0] in ("127.0.0.1", "localhost"), address
+    return real(self, address)
+socket.socket.connect = connect
+from common.loading import load_config
+from common.metrics import MetricsWriter
+w = MetricsWriter(sys.argv[1], load_config([], sys.argv[2:]))
+for step in range(3):
+    w.write(step, {"critic/score/mean": step / 10})
+assert "wandb" in sys.modules and w._sinks[0]._run is not None
+w.close()
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"HOME": str(tmp_path), "LEEWAY_STRICT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run"), *BASE, "trainer.logger=[wandb]"],
+        env=env, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    kept = list(Path(tmp_path, "run", "wandb").glob("offline-run-*/*.wandb"))
+    assert len(kept) == 1 and kept[0].stat().st_size > 0
