@@ -101,6 +101,7 @@ class LocalRun:
             return self._execute(continued)
         finally:
             self.supervisor.kill_all()
+            self._remove_rendezvous()
             self._write_run_file()
             lock.close()
 
@@ -109,6 +110,7 @@ class LocalRun:
         control = Control(self._url, str(self.config.run.id))
         try:
             self._take_over(control)
+            self.supervisor.on_restart = lambda name, what: control.event("launcher", f"{name}: {what}")
             self.console = make_console(self.config, self.folder, control.entries, control.desired)
             verb = "continues" if continued else "starts"
             self.console.note(f"run {self.config.run.id} {verb} in {self.folder}")
@@ -146,12 +148,16 @@ class LocalRun:
         arguments = ["--run-id", str(self.config.run.id), *host_overrides(self.config)]
 
         def start(env: dict[str, str], out: int) -> subprocess.Popen[bytes]:
-            for old in self.folder.glob("rendezvous-*") if role == "learner" else ():
-                old.unlink(missing_ok=True)
+            if role == "learner":
+                self._remove_rendezvous()
             command = role_command(role, self.config, self.folder, arguments)
             return spawn(command, env={**env, **role_environment(self._url)}, stdout=out, stderr=out)
 
         return start
+
+    def _remove_rendezvous(self) -> None:
+        for old in self.folder.glob("rendezvous-*"):
+            old.unlink(missing_ok=True)
 
     def _save_config(self) -> None:
         tree = self.config.model_dump(mode="json")

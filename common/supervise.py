@@ -92,7 +92,8 @@ class Supervisor:
     logs: Path
     max_restarts: int
     children: dict[str, Child] = field(default_factory=dict)
-    on_change: Callable[[], None] = lambda: None
+    on_change: Callable[[], None] = lambda: None  # a process was started
+    on_restart: Callable[[str, str], None] = lambda name, what: None
 
     def __post_init__(self) -> None:
         self._ends: queue.SimpleQueue[tuple[Child, subprocess.Popen[bytes]] | None] = queue.SimpleQueue()
@@ -172,9 +173,9 @@ class Supervisor:
         child.restarts += 1
         child.last_error = str(end)
         child.restart_at = time.monotonic() + delay_s
-        _log.warning(
-            "%s: %s; started again (%d of %d)", child.name, str(end).splitlines()[0], child.restarts, self.max_restarts
-        )
+        what = f"{str(end).splitlines()[0]}; started again ({child.restarts} of {self.max_restarts})"
+        _log.warning("%s: %s", child.name, what)
+        self.on_restart(child.name, what)
 
     def _how_it_ended(self, child: Child) -> End:
         code = child.process.returncode if child.process else 0

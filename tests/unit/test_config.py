@@ -73,7 +73,7 @@ def test_every_key_has_a_sentence():
     ("override", "expected"),
     [
         ("actor.clip_ration=0.1", "command line: actor.clip_ration: unknown key; did you mean actor.clip_ratio?"),
-        ("actor_rollout_ref.rollout.top_pp=1", "command line: rollout.top_pp: unknown key; did you mean rollout.top_p?"),
+        ("actor_rollout_ref.rollout.top_pp=1", "command line: rollout.top_pp: unknown key; did you mean rollout.top_p"),
         ("stalenes.max=1", "command line: stalenes.max: unknown key; did you mean staleness.max?"),
         ("rollout.n=many", "command line: rollout.n='many': input should be a valid integer"),
         ("rollout.n=0", "command line: rollout.n=0: input should be greater than 0"),
