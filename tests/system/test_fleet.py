@@ -1,0 +1,161 @@
+"""The fleet with real processes; the generators in it have no engine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from common.control import Control, Entry, start_server
+
+FLEET = [sys.executable, "-m", "tests.simulated_generator", "fleet"]
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    url, process = start_server(tmp_path_factory.mktemp("run"))
+    yield url
+    process.kill()
+    process.wait()
+
+
+class Fleets:
+    """Starts fleets of one run and ends what is left of them."""
+
+    def __init__(self, url: str, run_id: str, run_dir: str) -> None:
+        self._arguments = [
+            "--redis-url", url, "--run-id", run_id, "generators.count=2", "model.toy=true", "data.task=reverse_digits",
+            f"run.dir={run_dir}", "run.max_restarts=2", "run.stop_timeout_s=10",
+        ]  # fmt: skip
+        self.control = Control(url, run_id)
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, behaviour: str = "works") -> subprocess.Popen[str]:
+        env = {**os.environ, "SIMULATED": behaviour, "LEEWAY_PDEATHSIG": "1"}
+        self._started.append(subprocess.Popen([*FLEET, *self._arguments], env=env, stderr=subprocess.PIPE, text=True))
+        return self._started[-1]
+
+    def generators(self, count: int) -> list[Entry]:
+        """Wait until exactly so many generators have registered."""
+        until(lambda: len(self.control.entries("generator")) == count)
+        return sorted(self.control.entries("generator"), key=lambda e: e.name)
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+        self.control.close()
+
+
+@pytest.fixture
+def fleets(redis_url: str, tmp_path) -> Iterator[Fleets]:
+    made = Fleets(redis_url, tmp_path.name, str(tmp_path))
+    yield made
+    made.end()
+
+
+def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "did not come true in time"
+        time.sleep(0.02)
+
+
+def processes_of(entries: list[Entry]) -> list[psutil.Process]:
+    return [psutil.Process(pid) for e in entries for pid in (e.pid, int(e.fields["engine_pid"]))]
+
+
+def gone(processes: list[psutil.Process], within_s: float) -> bool:
+    """Ended; who reaps an orphan, and when, is not ours to say."""
+
+    def ended(process: psutil.Process) -> bool:
+        try:
+            return process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    end = time.monotonic() + within_s
+    while not all(map(ended, processes)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_generators_have_names_of_their_own_in_every_fleet(fleets):
+    first, second = fleets.start(), fleets.start()
+    names = [e.name for e in fleets.generators(4)]
+    assert len(set(names)) == 4
+    for fleet in (first, second):
+        assert sum(f"-{fleet.pid}-" in name for name in names) == 2
+
+
+def test_a_killed_generator_is_started_again_under_its_name(fleets):
+    fleets.start()
+    before = fleets.generators(2)
+    os.kill(before[0].pid, signal.SIGKILL)
+    assert gone(processes_of(before[:1]), 5)  # with its engine
+    until(lambda: (e := fleets.control.entry(before[0].name)) is not None and e.pid != before[0].pid)
+    assert [e.name for e in fleets.generators(2)] == [e.name for e in before]
+    assert fleets.generators(2)[1].pid == before[1].pid
+
+
+def test_restarts_are_bounded(fleets):
+    fleet = fleets.start()
+    victim = fleets.generators(2)[0]
+    for kill in range(3):
+        pid = fleets.control.entry(victim.name).pid
+        os.kill(pid, signal.SIGKILL)
+        if kill < 2:  # run.max_restarts=2
+            until(lambda p=pid: (e := fleets.control.entry(victim.name)) is not None and e.pid != p)
+    assert any(f"{victim.name} is given up: killed by a signal" in line for line in fleet.stderr)
+    assert fleet.poll() is None  # the other one works on
+
+
+def test_a_stop_ends_all_of_it(fleets):
+    fleet = fleets.start()
+    processes = processes_of(fleets.generators(2))
+    before = time.monotonic()
+    fleet.send_signal(signal.SIGTERM)
+    assert fleet.wait(10) == 0
+    assert time.monotonic() - before < 8 and gone(processes, 1)
+    fleets.generators(0)
+
+
+def test_generators_die_with_a_killed_fleet(fleets):
+    fleet = fleets.start()
+    processes = processes_of(fleets.generators(2))
+    fleet.kill()
+    assert gone(processes, 5)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "exit_code", "error"),
+    [
+        ("cannot start", 1, "vLLM does not start: no such device"),
+        ("bad config", 2, "reward.custom_function.path=x.py: no such file"),
+    ],
+)
+def test_if_no_generator_can_start_the_last_words_are_theirs(fleets, behaviour, exit_code, error):
+    fleet = fleets.start(behaviour)
+    _, said = fleet.communicate(timeout=20)
+    assert fleet.returncode == exit_code
+    assert said.splitlines()[-1].endswith(f": error: {error}")
+
+
+def test_one_generator_that_cannot_start_does_not_end_the_others(fleets):
+    fleet = fleets.start("first cannot start")
+    (other,) = fleets.generators(1)
+    assert other.name.endswith("-1") and fleet.poll() is None
+    fleet.send_signal(signal.SIGTERM)
+    _, said = fleet.communicate(timeout=10)
+    assert fleet.returncode == 0
+    assert f"{other.name[:-1]}0 is given up: vLLM does not start" in said
+
+
+def test_generators_that_end_by_themselves_end_the_fleet(fleets):
+    assert fleets.start("ends by itself").wait(20) == 0
