@@ -18,7 +18,7 @@ from generators import link as link_module
 from generators.environments import SingleTurn
 from generators.generator import Generator
 from generators.rewards.scorer import Scorer
-from tests.simulated import CharTokenizer, SimulatedBroker, SimulatedEngine
+from tests.simulated_engine import CharTokenizer, SimulatedBroker, SimulatedEngine
 
 LOG = logging.getLogger("test")
 EOS = 1
