@@ -30,12 +30,25 @@ class Ledger(Book):
         fresh = rules.num_prompts is None or counters.next_prompt < rules.num_prompts
         return not fresh and not self._pending["train"]
 
+    def holders(self) -> list[str]:
+        """Generators that have leases."""
+        return [generator for generator, leases in self._leased.items() if leases]
+
     def leases_of(self, generator: str) -> list[Attempt]:
         return list(self._leased.get(generator, {}).values())
 
     def load_of(self, generator: str) -> int:
         """Samples that the generator still owes."""
         return sum(a.missing for a in self._leased.get(generator, {}).values())
+
+    def oldest_lease(self) -> Attempt | None:
+        """The training lease that was handed out first."""
+        leased = (a for leases in self._leased.values() for a in leases.values() if a.lane == "train")
+        return min(leased, key=lambda a: a.leased_at, default=None)
+
+    def next_size(self, held: int) -> int:
+        """Samples of the group that a generator holding ``held`` would get next."""
+        return 1 if self._evaluation_waits(held) else self.rules.group_size
 
     def refusal(self, held: int) -> str | None:
         """Why a generator that holds version ``held`` gets no training lease now; None: it may."""
@@ -293,10 +306,11 @@ class Ledger(Book):
             self._issue(attempt)
 
     def _next_eval(self, held: int) -> Attempt | None:
+        return self.live[heapq.heappop(self._pending["eval"])] if self._evaluation_waits(held) else None
+
+    def _evaluation_waits(self, held: int) -> bool:
         waiting = self._pending["eval"]  # in order of group, so of version
-        if not waiting or self.live[waiting[0]].held > held:
-            return None
-        return self.live[heapq.heappop(waiting)]
+        return bool(waiting) and self.live[waiting[0]].held <= held
 
     def _score(self, attempt: Attempt) -> None:
         validation = self.validations.get(attempt.step if attempt.step is not None else -1)

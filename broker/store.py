@@ -221,30 +221,32 @@ class Store:
         found = {i & MAX_INDEX: zlib.crc32(data) for i, data in rows}
         return all(found.get(index) == header["crc"] for index, header in attempt.samples.items())
 
-    def step_rows(self, after: int, count: int) -> list[dict[str, Any]]:
-        """Acknowledged steps beyond ``after``, in order: ``{step, epoch, version, limit, applied, reason,
-        settings, digest, groups: [{group, attempt, samples: [header]}]}``; skipped ones without groups."""
-        rows = self._db.execute(
+    def step_after(self, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+        """The next acknowledged step, ``{step, epoch, version, limit, applied, reason, settings, digest}``, and
+        its groups in order, ``[{group, attempt, samples: [header]}]`` (none if it was skipped)."""
+        row = self._one(
             "SELECT step, epoch, version, staleness_limit, applied, reason, settings, digest, group_keys "
-            "FROM steps WHERE step > ? ORDER BY step LIMIT ?",
-            (after, count),
+            "FROM steps WHERE step > ? ORDER BY step LIMIT 1",
+            (step,),
         )
-        return [
-            {
-                "step": step, "epoch": epoch, "version": version, "limit": limit, "applied": bool(applied),
-                "reason": reason, "settings": json.loads(settings), "digest": digest,
-                "groups": [self._group(g, a) for g, a in json.loads(keys)] if applied else [],
-            }
-            for step, epoch, version, limit, applied, reason, settings, digest, keys in rows.fetchall()
-        ]  # fmt: skip
+        if row is None:
+            return None
+        names = ("step", "epoch", "version", "limit", "applied", "reason", "settings", "digest")
+        found = dict(zip(names, row, strict=False))
+        found["applied"], found["settings"] = bool(found["applied"]), json.loads(found["settings"])
+        return found, [self._group(key) for key in _keys(row[-1])] if found["applied"] else []
 
     def checkpoint_path(self) -> str | None:
         """Folder of the newest valid checkpoint."""
         row = self._one("SELECT path FROM checkpoints ORDER BY step DESC, epoch DESC LIMIT 1", ())
         return None if row is None else str(row[0])
 
-    def _group(self, group: int, attempt: int) -> dict[str, Any]:
-        return {"group": group, "attempt": attempt, "samples": list(self._read_headers((group, attempt)).values())}
+    def size_bytes(self) -> int:
+        """The file on disk, its log aside."""
+        return self.path.stat().st_size
+
+    def _group(self, key: Key) -> dict[str, Any]:
+        return {"group": key[0], "attempt": key[1], "samples": list(self._read_headers(key).values())}
 
     def _read_headers(self, key: Key) -> dict[int, Header]:
         rows = self._db.execute(

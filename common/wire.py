@@ -66,29 +66,34 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     },
     "return": {"id": int, "epoch": int, "step": int, "reason": str},
     "checkpoint": {"id": int, "epoch": int, "step": int, "path": str},
-    "rows": {"id": int, "epoch": int, "after": int},
+    "row": {"id": int, "epoch": int, "after": int},
     "validate": {"id": int, "epoch": int, "step": int, "version": int},
     "validations": {"id": int, "epoch": int},
     "status": {"id": int},
     # broker -> learner
     "attached": {"id": int, "epoch": int, "version": int, "step": int, "floor": int, "checkpoint": int},
-    # `groups`: [{group, attempt, samples: [sample header fields]}]; `limit`: staleness limit in force;
-    # `short`: the data ended and fewer groups than asked for are left
-    "claimed": {"id": int, "step": int, "limit": int, "short": bool, "groups": list},
+    # why a claim has to wait, about once a second
+    "waiting": {"id": int, "reason": str},
+    # payloads: the groups in order, each [{group, attempt, samples: [sample header fields]}, …] (`pack`);
+    # `limit`: staleness limit in force; `short`: the data ended and fewer groups than asked for are left
+    "claimed": {"id": int, "step": int, "version": int, "limit": int, "short": bool},
     "ended": {"id": int, "reason": str},
     # payloads: the samples in the order of `keys`
     "samples": {"id": int, "keys": list},
     "stepped": {"id": int, "version": int, "checkpoint_wanted": bool, "stats": dict},
     "done": {"id": int},
-    # `rows`: [{step, epoch, version, applied, settings, digest, groups: as in `claimed`}]
-    "step_rows": {"id": int, "rows": list},
-    # `results`: [{step, version, score, num_samples}]
+    # payloads: the next acknowledged step {step, epoch, version, limit, applied, reason, settings, digest}
+    # (`pack`), then its groups as in `claimed` (none if it was skipped); no payload: there is none
+    "step_row": {"id": int},
+    # `results`: [{step, version, score, num_samples, num_dropped}], complete ones only
     "validation_results": {"id": int, "results": list},
     "status_is": {"id": int, "status": dict},
     "error": {"id": int, "kind": str, "detail": str},
+    # a request that could not be read
+    "refused": {"re": str, "reason": str, "detail": str},
 }  # fmt: skip
 
-# The learner's control socket (weights). `number` names one publication attempt.
+# The learner's control socket (weights). `number` names one transfer to one engine.
 CONTROL_OPS: dict[str, dict[str, Any]] = {
     # engine -> learner
     "hello": {"run": str, "name": str, "incarnation": str, "version": int, "num_workers": int},
@@ -98,9 +103,11 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
     "held": {"number": int, "version": int, "pause_s": float},
     "failed": {"number": int, "reason": str},
     "leave": {},
-    # learner -> engine
-    "welcome": {"epoch": int},
-    # payload: the manifest
+    # the engine has met a learner with a higher epoch, and takes nothing from this one any more
+    "fenced": {"epoch": int},
+    # learner -> engine; `welcome` answers `hello` and each `beat`
+    "welcome": {"epoch": int, "timeout_s": float},
+    # payload: the manifest. Ranks of the engine's workers: rank, rank + 1, …
     "prepare": {
         "epoch": int, "version": int, "number": int, "rank": int, "world_size": int,
         "store_host": str, "store_port": int, "prefix": str, "timeout_s": float,
@@ -109,6 +116,12 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
     "abort": {"number": int, "reason": str},
     "refused": {"re": str, "reason": str, "detail": str},
 }  # fmt: skip
+
+# A worker inside the engine -> its generator (a local socket).
+WORKER_OPS: dict[str, dict[str, Any]] = {
+    "staged": {"number": int, "worker": int, "digest": int, "receive_s": float},
+    "failed": {"number": int, "worker": int, "reason": str},
+}
 
 
 def pack(value: Any) -> bytes:

@@ -1,190 +1,177 @@
-"""Stand-ins for the costly parts, for tests of what surrounds them: an engine without a model, a broker by script."""
+"""Simulated generators and learners: they speak the real protocol over real sockets and sample nothing."""
 
 from __future__ import annotations
 
-import asyncio
+import threading
 import time
+import uuid
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
-from common.errors import RequestCancelled
-from common.sockets import Router
-from common.wire import GENERATOR_OPS, Sample, decode, decode_sample, encode, pack
+import numpy as np
 
+from common.errors import WireError
+from common.sockets import Dealer
+from common.wire import GENERATOR_OPS, Sample, decode, encode, encode_sample
 
-@dataclass
-class SimulatedCompletion:
-    response_ids: list[int]
-    logprobs: list[float]
-    spans: list[tuple[int, int, int]]
-    finish_reason: str
+RESEND_S = 1.0
 
 
-@dataclass
-class SimulatedEngine:
-    """Answers each prompt with ``respond(prompt_ids, max_tokens)``, a token at a time, stamped with ``version``.
+def make_sample(group=0, attempt=0, index=0, *, num_tokens=6, version=0, **changes):
+    """A valid sample whose tokens say which one it is."""
+    ids = np.full(num_tokens, 3, dtype=np.int32)
+    fields = dict(
+        group=group, attempt=attempt, index=index, prompt_ids=np.arange(1, 5, dtype=np.int32), response_ids=ids,
+        behavior_logprobs=np.full(num_tokens, -0.5, dtype=np.float32), spans=((version, 0, num_tokens),),
+        sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1}, finish_reason="stop", reward=float(index % 2),
+        generator="simulated",
+    )  # fmt: skip
+    return Sample(**{**fields, **changes})
 
-    A request ends with "stop" if its last token is ``eos_id``. While ``hold`` is set, no token is made.
+
+class SimulatedGenerator:
+    """A thread that answers each lease with made-up samples after ``delay_s``.
+
+    Keeps what was acknowledged in ``acked`` and sends the rest again, like a real one.
     """
 
-    respond: Callable[[list[int], int], list[int]]
-    eos_id: int = 1
-    version: int = -1
-    token_s: float = 0.0
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
-    hold_at: int | None = None  # set `hold` before the token of this number, once
-    error: Exception | None = None  # raised by the next request
-    closed: bool = False
+    def __init__(
+        self, address: Callable[[], str | None], run_id: str, name: str, *, version=0, capacity=64, delay_s=0.0,
+        make: Callable[..., Sample] = make_sample, duplicate=1,
+    ):  # fmt: skip
+        self.name, self.version, self.capacity, self.duplicate = name, version, capacity, duplicate
+        self.acked: set[tuple[int, int, int]] = set()
+        self.seen: Counter[str] = Counter()
+        self.wait_reasons: list[str] = []
+        self.cancelled: list[tuple[int, int, str]] = []
+        self.paused = threading.Event()  # set: leases are taken, nothing is made
+        self._address, self._run_id, self._delay_s, self._make = address, run_id, delay_s, make
+        self._incarnation = uuid.uuid4().hex
+        self._unacked: dict[tuple[int, int, int], tuple[list[bytes], float]] = {}
+        self._due: list[tuple[float, int, int, int]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
-    def __post_init__(self) -> None:
-        self._go = asyncio.Event()
-        self._go.set()
-        self._aborted: set[str] = set()
+    def close(self, *, bye=False):
+        self._bye = bye
+        self._stop.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
 
-    def hold(self) -> None:
-        self._go.clear()
+    _bye = False
 
-    def go_on(self) -> None:
-        self._go.set()
+    def _run(self):
+        num_dials, dealer, address, heard_at, welcome = 0, None, None, 0.0, False
+        beat_at = 0.0
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if dealer is None or now - heard_at > 2.0 or self._address() not in (address, None):
+                if dealer is not None:
+                    dealer.close()
+                address = self._address()
+                if address is None:
+                    self._stop.wait(0.05)
+                    continue
+                num_dials += 1
+                dealer = Dealer(address, f"{self.name}/{self._incarnation}/{num_dials}".encode())
+                dealer.send(
+                    encode(
+                        "hello", run=self._run_id, name=self.name, incarnation=self._incarnation, version=self.version
+                    )
+                )
+                heard_at, welcome = now, False
+            frames = dealer.receive(0.01)
+            if frames is not None:
+                heard_at = time.monotonic()
+                op, fields, _ = decode(frames, GENERATOR_OPS)
+                self.seen[op] += 1
+                if op == "welcome":
+                    welcome, beat_at = True, 0.0
+                    for key, (again, _) in self._unacked.items():
+                        dealer.send(again)
+                        self._unacked[key] = (again, time.monotonic())
+                self._on_message(op, fields)
+                if op == "refused" and fields["reason"] == "unknown_generator":
+                    heard_at = -1e9
+                if frames is not None and op != "welcome":
+                    continue
+            if not welcome:
+                continue
+            now = time.monotonic()
+            if now >= beat_at:
+                beat_at = now + 0.1
+                self._heartbeat(dealer)
+            if not self.paused.is_set():
+                self._work(dealer, now)
+        if dealer is not None:
+            if self._bye:
+                dealer.send(encode("bye"))
+            dealer.close(linger_s=1.0 if self._bye else 0.0)
 
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        *,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        max_tokens: int,
-        request_id: str,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> SimulatedCompletion:
-        if self.error is not None:
-            raise self.error
-        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        self.requests.append({"id": request_id, "prompt_ids": prompt_ids, "max_tokens": max_tokens, **sampling})
-        response = self.respond(prompt_ids, max_tokens)
-        spans: list[tuple[int, int, int]] = []
-        try:
-            for i in range(len(response)):
-                if i == self.hold_at:
-                    self.hold_at = None
-                    self.hold()
-                await self._go.wait()
-                await asyncio.sleep(self.token_s)
-                if request_id in self._aborted:
-                    raise RequestCancelled(request_id)
-                if spans and spans[-1][0] == self.version:
-                    spans[-1] = (self.version, spans[-1][1], i + 1)
-                else:
-                    spans.append((self.version, i, i + 1))
-                if on_progress is not None:
-                    on_progress(i + 1)
-        except asyncio.CancelledError:
-            self.cancelled.append(request_id)
-            raise
-        reason = "stop" if response[-1] == self.eos_id else "length"
-        return SimulatedCompletion(response, [-0.5] * len(response), spans, reason)
+    def _heartbeat(self, dealer):
+        until = time.time()
+        dealer.send(
+            encode(
+                "heartbeat",
+                version=self.version,
+                capacity=self.capacity,
+                progress=[],
+                sampling=[[until - 0.1, until]],
+                stats={"until": until, "tokens": 0, "idle_ratio": 0.0, "running": 1},
+            )
+        )
 
-    async def cancel(self, request_id: str) -> None:
-        self._aborted.add(request_id)
+    def _on_message(self, op, fields):
+        if op == "lease":
+            for index in fields["indices"]:
+                key = (fields["group"], fields["attempt"], index)
+                if key not in self._unacked and not any(item[1:] == key for item in self._due):
+                    self._due.append((time.monotonic() + self._delay_s, *key))
+        elif op == "acks":
+            for key in map(tuple, fields["keys"]):
+                if self._unacked.pop(key, None) is not None:
+                    self.acked.add(key)
+        elif op == "cancel":
+            lease = (fields["group"], fields["attempt"])
+            self.cancelled.append((*lease, fields["reason"]))
+            self._due = [item for item in self._due if item[1:3] != lease]
+            self._unacked = {k: v for k, v in self._unacked.items() if k[:2] != lease}
+        elif op == "wait":
+            self.wait_reasons.append(fields["reason"])
 
-    async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        return [None]
-
-    async def swap(self, version: int) -> float:
-        self.version = version
-        return 0.0
-
-    async def wait_dead(self) -> None:
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        self.closed = True
+    def _work(self, dealer, now):
+        due = [item for item in self._due if item[0] <= now]
+        self._due = [item for item in self._due if item[0] > now]
+        for _, group, attempt, index in due:
+            frames = encode_sample(self._make(group, attempt, index, version=self.version))
+            self._unacked[group, attempt, index] = (frames, now)
+            for _ in range(self.duplicate):
+                dealer.send(frames)
+        for key, (frames, sent_at) in list(self._unacked.items()):
+            if now - sent_at > RESEND_S:
+                self._unacked[key] = (frames, now)
+                dealer.send(frames)
 
 
-class CharTokenizer:
-    """One token per character; 0 is padding, 1 the end. No chat template unless one is set."""
-
-    def __init__(self, chat_template: str | None = None) -> None:
-        self.chat_template = chat_template
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [ord(c) for c in text]}
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(i) for i in ids if i > 1)
-
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
-        assert add_generation_prompt and not tokenize
-        if any(m["role"] == "tool" for m in messages):
-            raise ValueError("this template knows no tools")
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
-
-
-class SimulatedBroker:
-    """A broker by script: the test says what it sends and asks for what it got. One thread owns it."""
-
-    def __init__(self, port: int = 0) -> None:
-        self.router = Router(port=port)
-        self.peer = b""  # who spoke last
-        self.seen: list[tuple[str, dict[str, Any]]] = []  # everything received, in order
-
-    @property
-    def address(self) -> str:
-        return self.router.address
-
-    def receive(self, deadline_s: float) -> tuple[str, dict[str, Any], list[bytes]] | None:
-        message = self.router.receive(deadline_s)
-        if message is None:
-            return None
-        self.peer = message[0]
-        op, fields, payload = decode(message[1], GENERATOR_OPS)
-        self.seen.append((op, fields))
-        return op, fields, payload
-
-    def expect(
-        self, op: str, where: Callable[[dict[str, Any]], bool] = lambda _: True, *, deadline_s: float = 10.0
-    ) -> tuple[dict[str, Any], list[bytes]]:
-        """The next message ``op`` for which ``where`` holds; others are skipped (they are in ``seen``)."""
-        end = time.monotonic() + deadline_s
-        while (left_s := end - time.monotonic()) > 0:
-            message = self.receive(left_s)
-            if message is not None and message[0] == op and where(message[1]):
-                return message[1], message[2]
-        raise AssertionError(f"no {op} within {deadline_s} s; got {[op for op, _ in self.seen][-20:]}")
-
-    def nothing_but(self, ops: set[str], for_s: float) -> None:
-        """Assert that only messages of these kinds come for a while."""
-        end = time.monotonic() + for_s
-        while (left_s := end - time.monotonic()) > 0:
-            message = self.receive(left_s)
-            assert message is None or message[0] in ops, message[:2]
-
-    def send(self, op: str, *payload: bytes, **fields: Any) -> None:
-        assert self.router.send(self.peer, encode(op, *payload, **fields))
-
-    def welcome(self, *, version: int = 0, deadline_s: float = 10.0) -> dict[str, Any]:
-        """Wait for an introduction and answer it."""
-        hello, _ = self.expect("hello", deadline_s=deadline_s)
-        self.send("welcome", version=version, floor=0)
-        return hello
-
-    def lease(
-        self, row: dict[str, Any], group: int, indices: list[int], *, attempt: int = 0, lane: str = "train"
-    ) -> None:
-        self.send("lease", pack(row), group=group, attempt=attempt, indices=indices, lane=lane, limit_s=60.0)
-
-    def samples(self, count: int, *, ack: bool = True, deadline_s: float = 10.0) -> list[Sample]:
-        """The next ``count`` samples, each checked whole, in order of their keys."""
-        got = []
-        for _ in range(count):
-            header, payload = self.expect("sample", deadline_s=deadline_s)
-            got.append(decode_sample(header, payload[0]))
-        if ack:
-            self.send("acks", keys=[[s.group, s.attempt, s.index] for s in got])
-        return sorted(got, key=lambda s: (s.group, s.attempt, s.index))
-
-    def close(self) -> None:
-        self.router.close()
+def raw_answers(address, identity, messages, *, until, timeout_s=5.0):
+    """Send raw frames from a bare socket; the (op, fields) that come back, up to one for which ``until`` holds."""
+    dealer, found = Dealer(address, identity), []
+    try:
+        for frames in messages:
+            dealer.send(frames)
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            frames = dealer.receive(0.2)
+            if frames is None:
+                continue
+            try:
+                op, fields, _ = decode(frames, GENERATOR_OPS)
+            except WireError:
+                continue
+            found.append((op, fields))
+            if until(op, fields):
+                return found
+        raise AssertionError(f"no answer in {timeout_s} s: {found}")
+    finally:
+        dealer.close()

@@ -1,0 +1,108 @@
+"""The generators that speak with the broker, by connection and by name."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+_KEPT_INCARNATIONS = 1_000
+_RATE_S = 10.0  # seconds over which the rate of tokens is measured
+
+
+@dataclass(slots=True)
+class Peer:
+    """One generator process."""
+
+    identity: bytes  # of its connection
+    name: str
+    incarnation: str
+    version: int = -1  # weights held
+    capacity: int = 0  # samples it is willing to hold
+    heard_at: float = 0.0  # broker's clock
+    stats: dict[str, float] = field(default_factory=dict)
+    tokens: deque[tuple[float, float]] = field(default_factory=deque)  # (time, sampled so far) of the last seconds
+    waits_for: str | None = None  # why nothing is leased to it
+    waits_since: float = 0.0
+
+    def report(self, stats: dict[str, float], now: float) -> None:
+        """The figures of a heartbeat."""
+        self.stats = stats
+        self.tokens.append((now, stats.get("tokens", 0.0)))
+        while self.tokens[0][0] < now - _RATE_S and len(self.tokens) > 2:
+            self.tokens.popleft()
+
+    @property
+    def tokens_per_s(self) -> float:
+        if len(self.tokens) < 2:
+            return 0.0
+        (start, before), (end, after) = self.tokens[0], self.tokens[-1]
+        return max(0.0, after - before) / (end - start) if end > start else 0.0
+
+
+class Peers:
+    def __init__(self) -> None:
+        self._by_name: dict[str, Peer] = {}
+        self._by_identity: dict[bytes, Peer] = {}
+        self._superseded: dict[tuple[str, str], None] = {}  # (name, incarnation), oldest first
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._by_name.values())
+
+    def get(self, identity: bytes) -> Peer | None:
+        return self._by_identity.get(identity)
+
+    def named(self, name: str) -> Peer | None:
+        return self._by_name.get(name)
+
+    def is_superseded(self, name: str, incarnation: str) -> bool:
+        """Whether a later process took this name."""
+        return (name, incarnation) in self._superseded
+
+    def greet(self, identity: bytes, name: str, incarnation: str, now: float) -> tuple[Peer, Peer | None]:
+        """A process introduces itself (again): its record, and that of the process it replaces, if any."""
+        peer, replaced = self._by_name.get(name), None
+        if peer is not None and peer.incarnation != incarnation:
+            replaced, peer = peer, None
+            self._superseded[name, replaced.incarnation] = None
+            while len(self._superseded) > _KEPT_INCARNATIONS:
+                del self._superseded[next(iter(self._superseded))]
+            self._by_identity.pop(replaced.identity, None)
+        if peer is None:
+            peer = self._by_name[name] = Peer(identity, name, incarnation)
+        elif peer.identity != identity:
+            self._by_identity.pop(peer.identity, None)
+            peer.identity = identity
+        self._by_identity[identity] = peer
+        peer.heard_at = now
+        return peer, replaced
+
+    def remove(self, peer: Peer) -> None:
+        self._by_identity.pop(peer.identity, None)
+        if self._by_name.get(peer.name) is peer:
+            del self._by_name[peer.name]
+
+    def in_turn(self) -> list[Peer]:
+        """All, beginning with another one each time."""
+        peers = list(self._by_name.values())
+        if not peers:
+            return []
+        self._turn = (self._turn + 1) % len(peers)
+        return peers[self._turn :] + peers[: self._turn]
+
+    def figures(self) -> dict[str, Any]:
+        """What the generators report, summed or averaged over them."""
+        peers = list(self._by_name.values())
+        idle = [p.stats["idle_ratio"] for p in peers if "idle_ratio" in p.stats]
+        return {
+            "count": len(peers),
+            "versions": {p.name: p.version for p in peers},
+            "idle_ratio": sum(idle) / len(idle) if idle else None,
+            "tokens_per_s": sum(p.tokens_per_s for p in peers),
+            "num_running": sum(p.stats.get("running", 0.0) for p in peers),
+        }

@@ -1,0 +1,181 @@
+"""The broker's loop: a socket around the service.
+
+Consumes the messages of generators and learner; produces leases, acknowledgements, batches. Waits
+for a message, at most until the next lease may expire. Unblocked by messages and by stop.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from broker import generator_desk, learner_desk
+from broker.generator_desk import GeneratorDesk
+from broker.learner_desk import LearnerDesk
+from broker.ledger import Ledger
+from broker.prompts import Prompts
+from broker.records import Lane, Rules
+from broker.service import Directory, Service
+from broker.store import Store
+from common.config import Config
+from common.data import as_list, open_rows
+from common.errors import ControlError, WireError
+from common.failpoints import failpoint
+from common.logs import LOGGER
+from common.sockets import Router
+from common.wire import GENERATOR_OPS, LEARNER_OPS, decode
+
+LEDGER = "ledger.sqlite"
+MESSAGES_PER_TURN = 512
+TICK_S = 0.25  # how soon a stop, another limit or another registry entry is seen
+OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
+
+
+class Server:
+    """One broker."""
+
+    def __init__(self, service: Service, router: Router) -> None:
+        self.service = service
+        self._router = router
+        self._generators = GeneratorDesk(service)
+        self._learner = LearnerDesk(service)
+        self._model: str | None = None
+
+    def run(self, stop: threading.Event, on_turn: Callable[[Service], None] | None = None) -> None:
+        """Until ``stop`` is set; then leases end, and the ledger is left complete.
+
+        Raises:
+            LedgerError: the ledger cannot be written.
+        """
+        while not stop.is_set():
+            message = self._router.receive(self._patience())
+            for _ in range(MESSAGES_PER_TURN):
+                if message is None:
+                    break
+                self.handle(*message)
+                message = self._router.receive(0)
+            if message is not None:
+                self.handle(*message)
+            self.turn()
+            if on_turn is not None:
+                on_turn(self.service)
+        self.service.ledger.release_leases("shutdown")
+        self.turn()
+
+    def handle(self, peer: bytes, frames: list[bytes]) -> None:
+        """One message; what cannot be read is refused with the reason, and counted."""
+        s = self.service
+        try:
+            op, fields, payload = decode(frames, OPS)
+            if op in learner_desk.OPS:
+                self._learner.handle(peer, op, fields)
+            else:
+                self._generators.handle(peer, op, fields, payload)
+        except WireError as e:
+            s.refused[e.reason] += 1
+            if s.refused[e.reason] == 1:
+                s.log.warning("a message from %r is refused: %s", peer[:40], e)
+            s.send(peer, "refused", re="message", reason=e.reason, detail=str(e)[:500])
+
+    def turn(self) -> None:
+        """What follows from the messages; commit; answer."""
+        s = self.service
+        now = s.clock()
+        self._look_around()
+        self._generators.turn(now)
+        self._learner.turn(now)
+        self._generators.turn(now)  # a claim or a damaged group may have made room
+        s.commit()
+        for peer, frames in s.take_outbox():
+            self._router.send(peer, frames)
+        failpoint("broker.after_send")
+
+    def _patience(self) -> float:
+        expiry = self.service.ledger.next_expiry()
+        return TICK_S if expiry is None else min(TICK_S, max(0.0, expiry - self.service.clock()))
+
+    def _look_around(self) -> None:
+        """What run control says now: the staleness limit, the model's vocabulary."""
+        s = self.service
+        limit = s.directory.limit("staleness.max")
+        lowest = s.config.weights.publish_every - 1  # below it the lease gate would close for ever
+        if type(limit) is int and limit != s.ledger.limit and limit >= max(0, lowest):
+            s.log.info("staleness.max is now %d", limit)
+            s.ledger.set_limit(limit)
+        if s.vocab_size is None and (folder := s.directory.model()) is not None and folder != self._model:
+            self._model = folder
+            s.vocab_size = read_vocab_size(Path(folder))
+
+
+def open_service(config: Config, directory: Directory, run_dir: Path, *, log: Any = None, clock: Any = None) -> Service:
+    """The ledger of a run, opened or restored, and everything around it.
+
+    Raises:
+        ConfigError: bad prompts.
+        LedgerError: the ledger is held by another broker, damaged, or of another run.
+    """
+    import logging
+    import time
+
+    clock = clock or time.monotonic
+    prompts: dict[Lane, Prompts] = {
+        "train": Prompts(open_rows(config, "train"), config.run.seed, config.data.shuffle, config.trainer.total_epochs),
+        "eval": Prompts(open_rows(config, "val"), shuffle=False, epochs=1),
+    }
+    rules = Rules(
+        group_size=config.rollout.n,
+        batch_size=config.data.train_batch_size,
+        max_attempts=config.ledger.max_attempts,
+        lease_timeout_s=config.ledger.lease_timeout_s,
+        lease_limit_s=config.ledger.lease_limit_s,
+        num_prompts=prompts["train"].count,
+    )
+    store = Store(
+        run_dir / LEDGER,
+        identity=_identity(config, prompts),
+        fsync=config.ledger.fsync,
+        keep_bytes=config.ledger.keep_bytes,
+    )
+    ledger = Ledger(rules, limit=config.staleness.max, snapshot=store.snapshot(), now=clock())
+    return Service(config, ledger, store, prompts, directory, log or logging.getLogger(LOGGER), clock)
+
+
+def open_router(service: Service) -> Router:
+    """On the port of the broker before this one if it is free, so that its peers find it again by themselves."""
+    host = service.config.run.bind_host
+    port = service.store.get("port") or 0
+    try:
+        router = Router(host, port)
+    except ControlError:
+        if not port:
+            raise
+        router = Router(host)
+    service.store.put("port", int(router.address.rpartition(":")[2]))
+    return router
+
+
+def read_vocab_size(folder: Path) -> int | None:
+    """Number of token ids of the model in ``folder``; None if it does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _identity(config: Config, prompts: dict[Lane, Prompts]) -> dict[str, Any]:
+    """What must stay the same for the life of a ledger: which prompt stands at which place."""
+    data = config.data
+    return {
+        "run.id": config.run.id,
+        "run.seed": config.run.seed,
+        "data.task": data.task,
+        "data.train_files": as_list(data.train_files),
+        "data.shuffle": data.shuffle,
+        "training prompts": len(prompts["train"].rows),
+        "rollout.n": config.rollout.n,
+    }
