@@ -15,6 +15,7 @@ from common.wire import Sample, decode_sample, pack
 
 OPS = ("hello", "heartbeat", "sample", "give_back", "bye")
 LOST_S = 5.0  # a generator silent for so long and without a registry entry is gone
+QUIET_BEATS = 3  # heartbeats that may be missed before a generator gets nothing more
 Fields = dict[str, Any]
 
 
@@ -168,7 +169,7 @@ class GeneratorDesk:
         if peer.capacity <= 0 or (load and room < ledger.next_size(peer.version)):
             self._wait(peer, None, now)
             return False
-        reason = self._obstacle(peer)
+        reason = self._obstacle(peer, now)
         attempt = None if reason else ledger.lease(peer.name, peer.incarnation, peer.version, now)
         if attempt is None:
             self._wait(peer, reason or ledger.refusal(peer.version), now)
@@ -177,12 +178,14 @@ class GeneratorDesk:
         self._send_lease(peer, attempt)
         return True
 
-    def _obstacle(self, peer: Peer) -> str | None:
-        desired = self._s.directory.desired()
+    def _obstacle(self, peer: Peer, now: float) -> str | None:
+        desired = "stopped" if self._s.closing else self._s.directory.desired()
         if desired != "running":
             return f"the run is {desired}"
         if self._s.directory.entry(peer.name) is None:
             return f"generator {peer.name} has no registry entry"
+        if now - peer.heard_at > QUIET_BEATS * self._s.config.rollout.heartbeat_s:
+            return f"silent: no word from generator {peer.name}"
         return None
 
     def _wait(self, peer: Peer, reason: str | None, now: float) -> None:

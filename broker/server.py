@@ -62,6 +62,7 @@ class Server:
             self.turn()
             if on_turn is not None:
                 on_turn(self.service)
+        self.service.closing = True
         self.service.ledger.release_leases("shutdown")
         self.turn()
 

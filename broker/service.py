@@ -66,6 +66,7 @@ class Service:
     peers: Peers = field(default_factory=Peers)
     overlap: Overlap = field(default_factory=Overlap)
     parked: Parked | None = None
+    closing: bool = False  # nothing is leased any more
     vocab_size: int | None = None
     refused: Counter[str] = field(default_factory=Counter)  # messages, by reason
     counted: Counter[str] = field(default_factory=Counter)  # samples: stored, duplicate, late

@@ -242,8 +242,9 @@ class Store:
         return None if row is None else str(row[0])
 
     def size_bytes(self) -> int:
-        """The file on disk, its log aside."""
-        return self.path.stat().st_size
+        """On disk, with its log."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        return sum(file.stat().st_size for file in (self.path, log) if file.exists())
 
     def _group(self, key: Key) -> dict[str, Any]:
         return {"group": key[0], "attempt": key[1], "samples": list(self._read_headers(key).values())}

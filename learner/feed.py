@@ -18,7 +18,7 @@ from common.errors import DeadlineError, FencedError, LedgerError, Stopped
 from common.sockets import Dealer
 from common.wire import LEARNER_OPS, Sample, decode, decode_sample, encode, unpack
 
-RESEND_S = 3.0  # silence after which a request is sent again
+RESEND_S = 2.0  # silence after which a request is sent again
 POLL_S = 0.2  # how soon a stop is seen
 AFTER_STOP_S = 5.0  # time for what belongs to the last step once ``stop`` is set; a claim ends at once
 SAMPLES_PER_FETCH = 256

@@ -49,6 +49,7 @@ class SimulatedGenerator:
         self._incarnation = uuid.uuid4().hex
         self._unacked: dict[tuple[int, int, int], tuple[list[bytes], float]] = {}
         self._due: list[tuple[float, int, int, int]] = []
+        self._reported = time.time()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -111,16 +112,16 @@ class SimulatedGenerator:
 
     def _heartbeat(self, dealer):
         until = time.time()
-        dealer.send(
-            encode(
-                "heartbeat",
-                version=self.version,
-                capacity=self.capacity,
-                progress=[],
-                sampling=[[until - 0.1, until]],
-                stats={"until": until, "tokens": 0, "idle_ratio": 0.0, "running": 1},
-            )
+        frames = encode(
+            "heartbeat",
+            version=self.version,
+            capacity=self.capacity,
+            progress=[],
+            sampling=[[self._reported, until]],
+            stats={"until": until, "tokens": 0, "idle_ratio": 0.0, "running": 1},
         )
+        self._reported = until
+        dealer.send(frames)
 
     def _on_message(self, op, fields):
         if op == "lease":

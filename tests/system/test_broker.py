@@ -247,7 +247,7 @@ def test_learner_waits_by_name_and_registry_matters(run):
 
 
 def test_leases_of_a_killed_generator_go_to_another(run):
-    run.broker("ledger.lease_timeout_s=1.5", "staleness.max=0")
+    run.broker("ledger.lease_timeout_s=2", "staleness.max=0")
     dead = run.generator("generator-dead")
     dead.paused.set()
     wait_for(lambda: dead.seen["lease"] == B, "all leases at the first generator")
@@ -366,7 +366,7 @@ def test_the_broker_does_not_read_a_flood_of_frames(run):
 
 
 def test_checkpoints_free_payloads_beyond_what_is_kept(run):
-    run.broker("ledger.keep_bytes=0", "ledger.redo_bytes=1500")
+    run.broker("ledger.keep_bytes=0", "ledger.redo_bytes=4000")
     generator = run.generator("generator-a")
     feed = run.feed()
     stepped = train(feed, steps=2, generators=[generator])
@@ -379,4 +379,5 @@ def test_checkpoints_free_payloads_beyond_what_is_kept(run):
         feed.fetch(rows[0].claim)
     assert len(feed.fetch(rows[1].claim)) == B * N
     assert run.query("SELECT step, payloads_kept FROM steps ORDER BY step") == [(1, 0), (2, 1)]
+    feed.checkpoint_valid(step=2, path="checkpoints/step_2")
     assert not train(feed, steps=1, first=3, version=2, generators=[generator]).checkpoint_wanted
