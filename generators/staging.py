@@ -28,10 +28,9 @@ class Staging:
         self._buffer = HostBuffer()
         self._layout: Manifest | None = None  # of the first version; all later ones must have it
         self._thread: threading.Thread | None = None
-        self._number = -1
-        self._lock = threading.Lock()  # guards the two below against the receiving thread
+        self._lock = threading.Lock()  # guards what follows against the receiving thread
+        self._number = -1  # of the newest transfer
         self._staged: int | None = None  # version that lies complete and checked in the buffer
-        self._expected = -1
 
     def begin(
         self,
@@ -58,30 +57,26 @@ class Staging:
         self._refuse_other_layout(wanted)
         before = self._thread
         with self._lock:
-            self._staged, self._expected, self._number = None, version, number
+            self._staged, self._number = None, number
 
         def receive() -> None:
             start = time.perf_counter()
+            group: Group | None = None
             try:
-                if before is not None:
-                    before.join(timeout_s)
-                    if before.is_alive():
-                        raise WeightError("the transfer before this one has not ended")
-                with_group = join_group(
+                _wait_for(before, timeout_s)
+                group = join_group(
                     host, port, prefix, rank=rank + self._worker, world_size=world_size, timeout_s=timeout_s
                 )
-                with with_group as group:
-                    self._receive(group, wanted)
-                with self._lock:
-                    if self._number != number:
-                        raise WeightError("a newer transfer took its place")
-                    self._staged = version
-                    self._layout = self._layout or wanted
+                self._receive(group, wanted)
+                self._complete(number, version, wanted)
                 failpoint("staging.staged")
                 seconds = time.perf_counter() - start
                 post("staged", number=number, worker=self._worker, digest=wanted.digest, receive_s=seconds)
-            except Exception as e:
+            except Exception as e:  # said before the group closes, which the learner sees at once
                 post("failed", number=number, worker=self._worker, reason=_reason(e))
+            finally:
+                if group is not None:
+                    group.close()
 
         self._thread = threading.Thread(target=receive, name=f"weights-{number}", daemon=True)
         self._thread.start()
@@ -101,6 +96,13 @@ class Staging:
                 entry, digest = unchecked.pop()
                 if self._buffer.digest(entry) != digest:
                     raise WeightError(f"tensor {entry.name}: the bytes received are not those sent (digest differs)")
+
+    def _complete(self, number: int, version: int, manifest: Manifest) -> None:
+        with self._lock:
+            if self._number != number:
+                raise WeightError("a newer transfer took its place")
+            self._staged = version
+            self._layout = self._layout or manifest
 
     def check(self, version: int) -> None:
         """Raises WeightError unless ``version`` lies complete in the buffer."""
@@ -126,6 +128,14 @@ class Staging:
             if mine.get(name) != new.get(name):
                 raise WeightError(f"tensor {name}: {_text(new.get(name))} is sent, {_text(mine.get(name))} was before")
         raise WeightError("the tensors come in another order than before")
+
+
+def _wait_for(thread: threading.Thread | None, timeout_s: float) -> None:
+    """The transfer before this one: its group is closed, so it ends soon; both use one buffer."""
+    if thread is not None:
+        thread.join(timeout_s)
+        if thread.is_alive():
+            raise WeightError(f"the transfer before this one has not ended within {timeout_s:g} s")
 
 
 def _text(kind: tuple[str, tuple[int, ...]] | None) -> str:

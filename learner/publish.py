@@ -1,0 +1,363 @@
+"""Sends each published version of the weights to the engines, while the learner trains on.
+
+``publish`` copies the weights out into host memory, which is all that the training thread waits
+for. A thread of its own talks to the engines (``CONTROL_OPS``) and decides what they are sent
+(``learner/roster.py``); each transfer has a short-lived thread, so a dead or frozen engine holds up
+no other, and itself at most ``weights.timeout_s``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from common.config import Weights
+from common.errors import DeadlineError, FencedError, WeightError, WireError
+from common.failpoints import failpoint
+from common.sockets import Router
+from common.transfer import Rendezvous, first_line
+from common.weights import HostBuffer, Manifest, copy_out, encode_manifest, with_digests
+from common.wire import CONTROL_OPS, decode, encode
+from learner import roster
+from learner.roster import Action, Member, Roster
+
+MAX_BUFFERS = 3  # copies of the weights in host memory; normally one is in use
+MAX_WAIT_S = 1.0  # the control thread looks at its clock at least this often
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Version:
+    """One version in host memory. ``users`` (transfers, sealing) keep its buffer from being reused."""
+
+    version: int
+    buffer: HostBuffer
+    users: int = 0
+    encoded: bytes = b""  # manifest with digests
+    digest: int = 0
+
+
+@dataclass(eq=False)
+class _Transfer:
+    prefix: str
+    weights: _Version
+    ended: threading.Event = field(default_factory=threading.Event)
+    started: bool = False
+
+
+class Publisher:
+    """The learner's end of the weights. Methods are for the training thread."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        epoch: int,
+        config: Weights,
+        host: str = "127.0.0.1",
+        on_event: Callable[[str], None] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            epoch: the learner's fencing token; engines obey the highest they have met.
+            on_event: called, in the control thread, with what a person may want to read; default: the log.
+            dtype: floating-point tensors travel as this; default: as they come.
+        """
+        self._config, self._epoch, self._dtype = config, epoch, dtype
+        self._on_event = on_event
+        self._lock = threading.RLock()  # guards all below; held for moments only
+        self._changed = threading.Condition(self._lock)
+        # No number is used by two learners of a run.
+        self._roster = Roster(run_id=run_id, epoch=epoch, timeout_s=config.timeout_s, next_number=epoch << 32)
+        self._layout: Manifest | None = None
+        self._newest: _Version | None = None  # complete, with digests
+        self._buffers: list[HostBuffer] = []  # not in use
+        self._num_buffers = 0
+        self._transfers: dict[int, _Transfer] = {}
+        self._last = -1  # version handed in
+        self._copy_out_s = 0.0
+        self._error: Exception | None = None
+        self._closing = self._ended = False
+        self._events: queue.SimpleQueue[Callable[[float], list[Action]]] = queue.SimpleQueue()
+        self._rendezvous = Rendezvous(host, timeout_s=config.timeout_s)
+        self._router = Router(host)
+        self._waker = self._router.waker()
+        self.address: str = self._router.address
+        self._thread = threading.Thread(target=self._run, name="weights-control", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ for the training thread
+    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take over the weights of ``version``; returns once they are copied out.
+
+        A version not yet on its way to an engine is superseded by a newer one. With no engine
+        connected the weights are kept and sent to whoever comes.
+
+        Raises:
+            WeightError: the version is not above the last one; a tensor that does not travel.
+            FencedError: an engine has met a learner with a higher epoch.
+            DeadlineError: all buffers are held by transfers for longer than ``weights.timeout_s``.
+        """
+        start = time.perf_counter()
+        with self._lock:
+            self._check()
+            if version <= self._last:
+                raise WeightError(f"version {version} is not above {self._last}, which was published before")
+            weights = _Version(version, self._free_buffer(), users=1)
+        self._layout = copy_out(
+            tensors, weights.buffer, bucket_bytes=self._config.bucket_bytes, known=self._layout, dtype=self._dtype
+        )
+        self._last = version
+        self._copy_out_s = time.perf_counter() - start
+        threading.Thread(target=self._seal, args=(weights,), name=f"seal-{version}", daemon=True).start()
+
+    def wait_held(self, version: int, *, timeout_s: float, minimum: int = 1) -> list[str]:
+        """Wait until all connected engines, and at least ``minimum``, hold ``version`` or a newer one; their names.
+
+        Raises:
+            DeadlineError: names those that do not.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._check()
+                members = self._roster.members.values()
+                holders = [m.name for m in members if m.version >= version]
+                if len(holders) >= minimum and len(holders) == len(members):
+                    return holders
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    late = ", ".join(f"{m.name} (holds {m.version}, {m.state})" for m in members if m.version < version)
+                    who = late or f"{minimum} engines ({len(holders)} are connected)"
+                    raise DeadlineError(f"version {version} to be held by {who}", timeout_s)
+                self._changed.wait(left)
+
+    def members(self) -> list[Member]:
+        """The engines that are connected: name, version, state, …"""
+        with self._lock:
+            return [replace(m) for m in self._roster.members.values()]
+
+    def stats(self) -> dict[str, float]:
+        """Figures for the metrics; times in seconds, those of the last transfer."""
+        with self._lock:
+            f = self._roster.figures
+            return {
+                "weights/version": float(self._roster.version),
+                "weights/members": float(len(self._roster.members)),
+                "weights/transfers": float(f.transfers),
+                "weights/failures": float(f.failures),
+                "weights/transfer_s": f.transfer_s,
+                "weights/pause_s": f.pause_s,
+                "weights/copy_out_s": self._copy_out_s,
+            }
+
+    def close(self) -> None:
+        """End running transfers and the control thread."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        self._thread.join(self._config.timeout_s)
+
+    # ------------------------------------------------------------ versions in memory
+    def _free_buffer(self) -> HostBuffer:
+        """One that nobody reads: the newest version's own if all engines have it, else a spare one."""
+        deadline = time.monotonic() + self._config.timeout_s
+        while True:
+            newest = self._newest
+            if self._buffers:
+                return self._buffers.pop()
+            if newest is not None and newest.users == 0:
+                self._newest = None
+                self._roster.ready = False  # until the next one is complete
+                return newest.buffer
+            if self._num_buffers < MAX_BUFFERS:
+                self._num_buffers += 1
+                return HostBuffer()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                names = ", ".join(m.name for m in self._roster.members.values() if m.state in roster.TRANSFER_STATES)
+                raise DeadlineError(f"a free copy of the weights; transfers run to {names}", self._config.timeout_s)
+            self._changed.wait(left)
+            self._check()
+
+    def _seal(self, weights: _Version) -> None:
+        """Digests; then the version may be sent."""
+        try:
+            manifest = with_digests(weights.buffer)
+            weights.encoded, weights.digest = encode_manifest(manifest), manifest.digest
+            self._post(lambda now: self._sealed(weights, now))
+        except Exception as e:
+            self._fail(e)
+
+    def _sealed(self, weights: _Version, now: float) -> list[Action]:
+        before = self._newest
+        if before is not None and before.version > weights.version:
+            self._release(weights)
+            return []
+        self._newest = weights
+        self._release(weights)
+        if before is not None and before.users == 0:
+            self._buffers.append(before.buffer)
+        return self._roster.published(weights.version, weights.digest, now)
+
+    def _release(self, weights: _Version) -> None:
+        """One user less; the last one of a superseded version gives its buffer back."""
+        with self._changed:
+            weights.users -= 1
+            if weights.users == 0 and weights is not self._newest:
+                self._buffers.append(weights.buffer)
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ the control thread
+    def _run(self) -> None:
+        """Consumes messages of engines and events of our threads; produces messages and transfers."""
+        try:
+            while not self._closing:
+                with self._lock:
+                    wait = min(max(self._roster.next_due() - time.monotonic(), 0.0), MAX_WAIT_S)
+                message = self._router.receive(wait)
+                with self._changed:
+                    if message is not None:
+                        self._receive(*message)
+                    self._drain()
+                    self._act(self._roster.tick(time.monotonic()))
+                    self._changed.notify_all()
+        except Exception as e:
+            _log.exception("the weights' control thread failed")
+            self._fail(e)
+        finally:
+            self._end()
+
+    def _receive(self, peer: bytes, frames: list[bytes]) -> None:
+        now = time.monotonic()
+        try:
+            op, fields, _ = decode(frames, CONTROL_OPS)
+            self._act(self._roster.receive(peer, op, fields, now))
+        except WireError as e:
+            self._router.send(peer, encode("refused", re="?", reason=e.reason, detail=str(e)))
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                return
+            self._act(event(time.monotonic()))
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, roster.Send):
+                self._send(action.peer, encode(action.op, **action.fields))
+            elif isinstance(action, roster.Prepare):
+                self._prepare(action)
+            elif isinstance(action, roster.Start):
+                self._start(action)
+            elif isinstance(action, roster.End):
+                self._end_transfer(action.number)
+            elif self._on_event is not None:
+                self._on_event(action.text)
+            else:
+                _log.log(logging.WARNING if action.fault else logging.INFO, "%s", action.text)
+
+    def _send(self, peer: bytes, frames: list[bytes]) -> None:
+        if not self._router.send(peer, frames):
+            self._act(self._roster.gone(peer, time.monotonic()))
+
+    def _prepare(self, action: roster.Prepare) -> None:
+        weights = self._newest
+        assert weights is not None and weights.version == action.version
+        prefix = self._rendezvous.new_prefix(self._epoch, action.number)
+        self._transfers[action.number] = _Transfer(prefix, weights)
+        weights.users += 1
+        frames = encode(
+            "prepare", weights.encoded,
+            epoch=self._epoch, version=action.version, number=action.number, rank=1, world_size=1 + action.num_workers,
+            store_host=self._rendezvous.host, store_port=self._rendezvous.port, prefix=prefix,
+            timeout_s=self._config.timeout_s,
+        )  # fmt: skip
+        failpoint("publish.prepare")
+        self._send(action.peer, frames)
+
+    def _start(self, action: roster.Start) -> None:
+        transfer = self._transfers[action.number]
+        transfer.started = True
+        name = f"weights-to-{action.name}"
+        threading.Thread(target=self._stream, args=(action, transfer), name=name, daemon=True).start()
+
+    def _end_transfer(self, number: int) -> None:
+        transfer = self._transfers.pop(number, None)
+        if transfer is None:
+            return
+        transfer.ended.set()
+        if not transfer.started:
+            self._rendezvous.cancel(transfer.prefix)
+            self._release(transfer.weights)
+
+    # ------------------------------------------------------------ one transfer, in its own thread
+    def _stream(self, action: roster.Start, transfer: _Transfer) -> None:
+        group = None
+        try:
+            failpoint("publish.group")
+            group = self._rendezvous.open_group(transfer.prefix, action.num_workers)
+            manifest = transfer.weights.buffer.manifest
+            assert manifest is not None
+            for index in range(manifest.num_buckets):
+                failpoint("publish.bucket")
+                if transfer.ended.is_set():
+                    return
+                try:
+                    group.send(transfer.weights.buffer.bucket(index))
+                except RuntimeError as e:
+                    raise WeightError(f"bucket {index} of {manifest.num_buckets}: {first_line(e)}") from None
+            self._post(lambda now: self._roster.sent(action.number, now))
+            # Closing before the engine has all would cut off what is still on its way.
+            transfer.ended.wait(2 * self._config.timeout_s)
+        except Exception as e:
+            reason = str(e)
+            self._post(lambda now: self._roster.torn(action.number, reason, now))
+        finally:
+            if group is not None:
+                group.close()
+            self._release(transfer.weights)
+
+    # ------------------------------------------------------------ threads and ends
+    def _post(self, event: Callable[[float], list[Action]]) -> None:
+        self._events.put(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:  # one at a time
+            if not self._ended:
+                self._waker.wake()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise WeightError(f"weights can no longer be published: {self._error}") from self._error
+        if self._roster.fenced_by is not None:
+            raise FencedError(
+                f"a learner of epoch {self._roster.fenced_by} has taken over; this one is of {self._epoch}"
+            )
+        if self._closing:
+            raise WeightError("the publisher is closed")
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closing = self._ended = True
+            for number in list(self._transfers):
+                self._end_transfer(number)
+            self._router.close()
+            self._rendezvous.close()
+            self._changed.notify_all()

@@ -1,0 +1,278 @@
+"""Who holds which version, and what to send to whom next: a pure state machine.
+
+No sockets, threads or clock of its own: the caller hands in messages and the time, and carries
+out the actions that come back. One rule covers publishing, joining late, coming back and a
+restarted learner: *a connected engine that is idle and holds less than the newest version is
+sent that version*. Each engine has its own transfer; none waits for another.
+
+    hello ─► idle ─► preparing ─► sending ─► swapping ─► idle (holds the version)
+                         └───────────┴───────────┴─────► resting (failed) ─► idle
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+REST_S = 0.25  # after a failure a member rests this long, doubled each time, at most the timeout
+TRANSFER_STATES = ("preparing", "sending", "swapping")
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send this message to a peer."""
+
+    peer: bytes
+    op: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Send PREPARE, with the manifest of ``version``, to a member."""
+
+    peer: bytes
+    number: int
+    version: int
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """The member is ready: make the group and send the buckets (then call ``sent`` or ``torn``)."""
+
+    number: int
+    name: str
+    version: int
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class End:
+    """The transfer needs its group and its weights no longer; ``staged`` tells how it ended."""
+
+    number: int
+    staged: bool
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something a person may want to read; ``fault`` if it is one."""
+
+    text: str
+    fault: bool = False
+
+
+Action = Send | Prepare | Start | End | Note
+
+
+@dataclass
+class Member:
+    """One connected engine."""
+
+    name: str
+    peer: bytes
+    incarnation: str
+    num_workers: int
+    version: int  # that it holds
+    heard: float  # when it was last heard of, seconds
+    state: str = "idle"
+    number: int = -1  # of its transfer
+    sending: int = -1  # version of its transfer
+    digest: int = 0  # of that version
+    deadline: float = 0.0  # of its state
+    failures: int = 0  # in a row
+    pause_s: float = 0.0  # of its last swap
+    started: float = 0.0  # when its transfer began
+
+
+@dataclass
+class Figures:
+    """Counts since the start, and the last transfer's times."""
+
+    transfers: int = 0
+    failures: int = 0
+    transfer_s: float = 0.0  # PREPARE to HELD
+    pause_s: float = 0.0
+
+
+@dataclass
+class Roster:
+    """All members of one learner, and the version they shall hold."""
+
+    run_id: str
+    epoch: int
+    timeout_s: float
+    version: int = -1  # newest one kept for sending
+    digest: int = 0  # what an engine must answer when it has staged it
+    ready: bool = True  # false while the newest version is being replaced in memory
+    members: dict[str, Member] = field(default_factory=dict)
+    figures: Figures = field(default_factory=Figures)
+    fenced_by: int | None = None  # a higher epoch than ours that a member has met
+    next_number: int = 0
+
+    # ------------------------------------------------------------ messages of engines
+    def receive(self, peer: bytes, op: str, fields: dict[str, Any], now: float) -> list[Action]:
+        """One message, as ``CONTROL_OPS`` has it."""
+        if op == "hello":
+            return self._hello(peer, fields, now)
+        member = next((m for m in self.members.values() if m.peer == peer), None)
+        if member is None:
+            return [Send(peer, "refused", {"re": op, "reason": "unknown_member", "detail": "say hello first"})]
+        member.heard = now
+        return getattr(self, f"_{op}", self._unexpected)(member, fields, now)  # type: ignore[no-any-return]
+
+    def _hello(self, peer: bytes, fields: dict[str, Any], now: float) -> list[Action]:
+        if fields["run"] != self.run_id:
+            detail = f"this is run {self.run_id}"
+            return [Send(peer, "refused", {"re": "hello", "reason": "other_run", "detail": detail})]
+        name = fields["name"]
+        actions: list[Action] = []
+        known = self.members.get(name)
+        if known is not None and (known.peer != peer or known.incarnation != fields["incarnation"]):
+            actions += self._give_up(known, "it connected anew", now)
+            known = None
+        if known is None:
+            self.members[name] = Member(
+                name, peer, fields["incarnation"], fields["num_workers"], fields["version"], now
+            )
+            actions.append(Note(f"{name} joined, holds version {fields['version']}"))
+        else:
+            known.heard, known.version = now, max(known.version, fields["version"])
+        return [*actions, self._welcome(peer), *self.advance(now)]
+
+    def _welcome(self, peer: bytes) -> Send:
+        return Send(peer, "welcome", {"epoch": self.epoch, "timeout_s": self.timeout_s})
+
+    def _beat(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        m.version = max(m.version, fields["version"])
+        return [self._welcome(m.peer), *self.advance(now)]
+
+    def _prepared(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        if not self._is_at(m, fields, "preparing"):
+            return []
+        m.state, m.deadline = "sending", float("inf")  # each bucket has its own limit
+        return [Start(m.number, m.name, m.sending, m.num_workers)]
+
+    def _staged(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        if not self._is_at(m, fields, "sending"):
+            return []
+        if fields["digest"] != m.digest:
+            return self._fail(m, f"it staged something else (digest {fields['digest']}, not {m.digest})", now)
+        m.state, m.deadline = "swapping", now + self.timeout_s
+        swap = Send(m.peer, "swap", {"number": m.number, "version": m.sending})
+        return [swap, End(m.number, staged=True)]
+
+    def _held(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        m.version = max(m.version, fields["version"])
+        if not self._is_at(m, fields, "swapping"):
+            return self.advance(now)
+        m.state, m.failures, m.pause_s = "idle", 0, fields["pause_s"]
+        self.figures.transfers += 1
+        self.figures.transfer_s, self.figures.pause_s = now - m.started, m.pause_s
+        return self.advance(now)
+
+    def _failed(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        if fields["number"] != m.number:
+            return []
+        if m.state not in TRANSFER_STATES:  # its connection broke first; this is why
+            return [Note(f"{m.name} says: {fields['reason']}", fault=True)]
+        return self._fail(m, f"it says: {fields['reason']}", now)
+
+    def _fenced(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        self.fenced_by = max(fields["epoch"], self.fenced_by or 0)
+        return [Note(f"{m.name} has met a learner of epoch {fields['epoch']}; this one is of {self.epoch}", fault=True)]
+
+    def _leave(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        return [*self._give_up(m, "it left", now), Note(f"{m.name} left")]
+
+    def _unexpected(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        return [Send(m.peer, "refused", {"re": "?", "reason": "unexpected", "detail": "not for a learner"})]
+
+    @staticmethod
+    def _is_at(m: Member, fields: dict[str, Any], state: str) -> bool:
+        """Whether a message is about the member's present transfer; late ones are not."""
+        return m.state == state and fields["number"] == m.number
+
+    # ------------------------------------------------------------ events of this process
+    def published(self, version: int, digest: int, now: float) -> list[Action]:
+        """``version`` lies complete in memory, to be sent to all that hold less."""
+        self.version, self.digest, self.ready = version, digest, True
+        return self.advance(now)
+
+    def sent(self, number: int, now: float) -> list[Action]:
+        """All buckets are on their way; the engine must have them staged soon."""
+        for m in self.members.values():
+            if m.number == number and m.state == "sending":
+                m.deadline = now + self.timeout_s
+        return []
+
+    def torn(self, number: int, reason: str, now: float) -> list[Action]:
+        """The group broke or timed out."""
+        for m in self.members.values():
+            if m.number == number and m.state == "sending":
+                return self._fail(m, reason, now)
+        return []
+
+    def gone(self, peer: bytes, now: float) -> list[Action]:
+        """The socket says that nobody is there any more."""
+        for m in list(self.members.values()):
+            if m.peer == peer:
+                return [
+                    *self._give_up(m, "its connection is gone", now),
+                    Note(f"{m.name}: its connection is gone", fault=True),
+                ]
+        return []
+
+    def tick(self, now: float) -> list[Action]:
+        """What has become due: deadlines, silence, rests."""
+        actions: list[Action] = []
+        for m in list(self.members.values()):
+            if now - m.heard > self.timeout_s:
+                what = f"silent for {now - m.heard:.1f} s; left out until it is heard of again"
+                actions += [*self._give_up(m, "it fell silent", now), Note(f"{m.name}: {what}", fault=True)]
+            elif m.state in TRANSFER_STATES and now >= m.deadline:
+                waited = {"preparing": "PREPARED", "sending": "STAGED", "swapping": "HELD"}[m.state]
+                actions += self._fail(m, f"no {waited} within {self.timeout_s:g} s", now)
+        return [*actions, *self.advance(now)]
+
+    def next_due(self) -> float:
+        """When ``tick`` is needed again, if nothing else happens."""
+        due = [m.heard + self.timeout_s for m in self.members.values()]
+        due += [m.deadline for m in self.members.values() if m.state != "idle"]
+        return min(due, default=float("inf"))
+
+    # ------------------------------------------------------------ the rule
+    def advance(self, now: float) -> list[Action]:
+        """Begin a transfer to each idle member that holds less than the newest version."""
+        actions: list[Action] = []
+        for m in self.members.values():
+            if m.state == "resting" and now >= m.deadline:
+                m.state = "idle"
+            if not self.ready or self.fenced_by is not None:
+                continue
+            if m.state == "idle" and m.version < self.version:
+                m.number, self.next_number = self.next_number, self.next_number + 1
+                m.state, m.sending, m.digest = "preparing", self.version, self.digest
+                m.started, m.deadline = now, now + self.timeout_s
+                actions.append(Prepare(m.peer, m.number, m.sending, m.num_workers))
+        return actions
+
+    def _fail(self, m: Member, reason: str, now: float) -> list[Action]:
+        """End a member's transfer; it rests a little and is then tried again."""
+        actions: list[Action] = [
+            Note(f"{m.name}: version {m.sending} not delivered: {reason}", fault=True),
+            Send(m.peer, "abort", {"number": m.number, "reason": reason}),
+            End(m.number, staged=False),
+        ]
+        self.figures.failures += 1
+        m.state = "resting"
+        m.deadline = now + min(REST_S * 2**m.failures, self.timeout_s)
+        m.failures += 1
+        return actions
+
+    def _give_up(self, m: Member, reason: str, now: float) -> list[Action]:
+        """Forget a member; what runs for it ends."""
+        actions = self._fail(m, reason, now) if m.state in TRANSFER_STATES else []
+        del self.members[m.name]
+        return actions

@@ -1,0 +1,294 @@
+"""Publishing to processes that fill tensors, over the real sockets and groups; ten buckets a version."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import Weights
+from common.errors import DeadlineError, FencedError, WeightError
+from learner.publish import Publisher
+
+TIMEOUT_S = 2.0
+CONFIG = Weights(bucket_bytes=1 << 16, timeout_s=TIMEOUT_S)
+NUM_BUCKETS = 10
+
+
+def weights_of(version: int, num_buckets: int = NUM_BUCKETS) -> list[tuple[str, torch.Tensor]]:
+    """Ten tensors of almost a bucket each, and one odd one; all elements are ``version``."""
+    tensors = [(f"layer.{i}", torch.full((127, 129), float(version))) for i in range(num_buckets - 1)]
+    return [*tensors, ("odd", torch.full((3,), version, dtype=torch.bfloat16))]
+
+
+def sum_of(version: int) -> float:
+    return sum(float(t.double().sum()) for _, t in weights_of(version))
+
+
+class Receiver:
+    """A ``filling_receiver`` process and what it has printed."""
+
+    def __init__(self, name: str, address_file: Path, failpoint: str = "") -> None:
+        env = {**os.environ, "LEEWAY_FAILPOINT": failpoint, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.filling_receiver", name, str(address_file)],
+            stdout=subprocess.PIPE, env=env, text=True,
+        )  # fmt: skip
+        self.name = name
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        assert "ready" in self.next(60)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(json.loads(line))
+        self._lines.put(None)
+
+    def next(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        line = self._lines.get(timeout=timeout_s)
+        assert line is not None, f"{self.name} ended"
+        return line
+
+    def wait_held(self, version: int, timeout_s: float = 10.0) -> list[int]:
+        """Versions held until ``version`` came, each with the right contents."""
+        seen: list[int] = []
+        while not seen or seen[-1] < version:
+            event = self.next(timeout_s)
+            assert event["sum"] == sum_of(event["held"]), f"{self.name} mixed or tore version {event['held']}"
+            seen.append(event["held"])
+        assert seen[-1] == version and seen == sorted(set(seen))
+        return seen
+
+    def send_signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+class Bench:
+    """One learner's publisher in this process, and receivers that find it through a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "address"
+        self.notes: list[str] = []
+        self.receivers: list[Receiver] = []
+        self.publishers: list[Publisher] = []
+
+    def publisher(self, epoch: int = 1, config: Weights = CONFIG) -> Publisher:
+        p = Publisher(run_id="run", epoch=epoch, config=config, on_event=self.notes.append)
+        self.publishers.append(p)
+        temporary = self.file.with_suffix(".new")
+        temporary.write_text(p.address)
+        temporary.replace(self.file)
+        return p
+
+    def receiver(self, name: str, failpoint: str = "") -> Receiver:
+        r = Receiver(name, self.file, failpoint)
+        self.receivers.append(r)
+        return r
+
+    def wait_note(self, text: str, timeout_s: float) -> str:
+        return until(lambda: next((n for n in self.notes if text in n), None), timeout_s, f"a note with {text!r}")
+
+    def close(self) -> None:
+        for r in self.receivers:
+            r.close()
+        for p in self.publishers:
+            p.close()
+
+
+def until(condition: Any, timeout_s: float, what: str) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"waited {timeout_s} s for {what}")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    b = Bench(tmp_path)
+    yield b
+    b.close()
+
+
+def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> None:
+    publisher = bench.publisher()
+    publisher.publish(0, weights_of(0))  # nobody is there: kept for sending
+    a, b = bench.receiver("a"), bench.receiver("b")
+    assert a.wait_held(0) == [0] and b.wait_held(0) == [0]
+    for version in (1, 2, 4):
+        publisher.publish(version, weights_of(version))
+        assert sorted(publisher.wait_held(version, timeout_s=5, minimum=2)) == ["a", "b"]
+    assert a.wait_held(4) == [1, 2, 4] and b.wait_held(4) == [1, 2, 4]
+    c = bench.receiver("c")
+    assert c.wait_held(4) == [4]
+    assert {m.name: m.version for m in publisher.members()} == {"a": 4, "b": 4, "c": 4}
+    assert publisher.stats()["weights/transfers"] == 9
+
+
+def test_newer_supersedes_and_versions_never_mix(bench: Bench) -> None:
+    publisher = bench.publisher()
+    a = bench.receiver("a", "staging.bucket:1:delay=0.02")
+    for version in range(30):
+        publisher.publish(version, weights_of(version))
+    seen = a.wait_held(29, 20)
+    assert len(seen) < 30  # what was not yet on its way was skipped
+    with pytest.raises(WeightError, match="not above 29"):
+        publisher.publish(29, weights_of(29))
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize(
+    "point", ["member.prepare", "staging.bucket:1", "staging.bucket:5", "member.staged", "member.swap"]
+)
+def test_a_member_that_dies_or_freezes_holds_up_nobody(bench: Bench, point: str, action: str) -> None:
+    publisher = bench.publisher()
+    a, bad = bench.receiver("a"), bench.receiver("bad", f"{point}:{action}")
+    until(lambda: len(publisher.members()) == 2, 5, "both members")
+    start = time.monotonic()
+    publisher.publish(0, weights_of(0))
+    a.wait_held(0, TIMEOUT_S)  # at once: it does not even wait for the timeout
+    publisher.publish(1, weights_of(1))
+    a.wait_held(1, TIMEOUT_S)
+    publisher.wait_held(1, timeout_s=3 * TIMEOUT_S)  # the other one is left out, and named
+    assert time.monotonic() - start < 2.5 * TIMEOUT_S
+    assert any("bad" in note for note in bench.notes[2:])
+    assert [m.name for m in publisher.members()] == ["a"]
+    if action == "stop":
+        bad.send_signal(signal.SIGCONT)
+        assert bad.wait_held(1)[-1] == 1  # heard of again: not left behind
+    else:
+        again = bench.receiver("bad")
+        assert again.wait_held(1) == [1]
+
+
+def test_a_torn_transfer_changes_nothing_and_is_sent_again(bench: Bench) -> None:
+    publisher = bench.publisher()
+    a = bench.receiver("a", "staging.bucket:14:raise")  # in the middle of the second version
+    publisher.publish(0, weights_of(0))
+    a.wait_held(0)
+    publisher.publish(1, weights_of(1))
+    assert a.wait_held(1) == [1]
+    assert "a" in bench.wait_note("version 1 not delivered", 5)
+    assert "failpoint staging.bucket" in bench.wait_note("failpoint", 5)
+
+
+def test_another_model_is_refused_by_tensor_name(bench: Bench) -> None:
+    publisher = bench.publisher()
+    a = bench.receiver("a")
+    publisher.publish(0, weights_of(0))
+    a.wait_held(0)
+    publisher.publish(1, [(n, t) for n, t in weights_of(1) if n != "layer.4"])
+    assert "tensor layer.4: nothing is sent, float32 [127, 129] was before" in bench.wait_note("layer.4", 5)
+    publisher.publish(2, weights_of(2))
+    assert a.wait_held(2) == [2]
+
+
+def test_a_changed_byte_is_found_by_its_tensor(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    import learner.publish as publish
+
+    publisher = bench.publisher()
+    a = bench.receiver("a")
+    sealed = publish.with_digests
+
+    def then_flip_a_bit(buffer: Any) -> Any:
+        manifest = sealed(buffer)
+        buffer.bytes[manifest.entries[6].offset + 5] ^= 1
+        return manifest
+
+    monkeypatch.setattr(publish, "with_digests", then_flip_a_bit)
+    publisher.publish(0, weights_of(0))
+    assert "tensor layer.6: the bytes received are not those sent" in bench.wait_note("layer.6", 5)
+    monkeypatch.undo()
+    publisher.publish(1, weights_of(1))
+    assert a.wait_held(1) == [1]
+
+
+def test_a_restarted_learner_takes_over_and_the_old_one_is_fenced(bench: Bench) -> None:
+    old = bench.publisher(epoch=1)
+    a = bench.receiver("a")
+    old.publish(5, weights_of(5))
+    a.wait_held(5)
+    new = bench.publisher(epoch=2)
+    until(lambda: [m.version for m in new.members()] == [5], 5, "the member at the new learner")
+    new.publish(6, weights_of(6))
+    assert a.wait_held(6) == [6]
+    bench.file.write_text(old.address)  # a stale registry leads it back
+    until(lambda: _is_fenced(old), 5, "the old learner to be fenced")
+    with pytest.raises(FencedError, match="epoch 2"):
+        old.publish(7, weights_of(7))
+
+
+def _is_fenced(publisher: Publisher) -> bool:
+    try:
+        publisher.wait_held(0, timeout_s=0, minimum=99)
+    except FencedError:
+        return True
+    except DeadlineError:
+        return False
+    return False
+
+
+LEARNER = """
+import sys, time
+from pathlib import Path
+from common.processes import die_with_parent
+from learner.publish import Publisher
+from tests.system.test_publish import CONFIG, weights_of
+die_with_parent()
+publisher = Publisher(run_id="run", epoch=1, config=CONFIG)
+Path(sys.argv[1]).write_text(publisher.address)
+publisher.publish(0, weights_of(0))
+publisher.wait_held(0, timeout_s=20)
+publisher.publish(1, weights_of(1))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("point", ["publish.prepare:2", "publish.group:2", "publish.bucket:15"])
+def test_the_learner_killed_in_a_transfer_is_replaced(bench: Bench, point: str) -> None:
+    env = {**os.environ, "LEEWAY_FAILPOINT": f"{point}:kill", "OMP_NUM_THREADS": "1"}
+    learner = subprocess.Popen([sys.executable, "-c", LEARNER, str(bench.file)], env=env)
+    a = bench.receiver("a")
+    a.wait_held(0, 60)
+    assert learner.wait(10) == -signal.SIGKILL
+    new = bench.publisher(epoch=2)
+    new.publish(1, weights_of(1))
+    assert a.wait_held(1, 2 * TIMEOUT_S) == [1]
+
+
+def test_a_wait_names_who_does_not_hold_the_version(bench: Bench) -> None:
+    publisher = bench.publisher()
+    with pytest.raises(DeadlineError, match="version 3 to be held by 1 engines"):
+        publisher.wait_held(3, timeout_s=0.1)
+    bench.receiver("a")
+    until(lambda: publisher.members(), 5, "the member")
+    with pytest.raises(DeadlineError, match=r"a \(holds -1, idle\)"):
+        publisher.wait_held(3, timeout_s=0.1)
+
+
+def test_the_copy_out_is_all_that_the_caller_waits_for(bench: Bench) -> None:
+    publisher = bench.publisher()
+    bench.receiver("a", "staging.bucket:1:delay=0.1")
+    until(lambda: publisher.members(), 5, "the member")
+    start = time.monotonic()
+    for version in range(3):
+        publisher.publish(version, weights_of(version))
+    assert time.monotonic() - start < 0.5  # one transfer takes a second
+    publisher.wait_held(2, timeout_s=10)
