@@ -243,6 +243,11 @@ class Sample:
         return np.repeat(np.arange(len(runs)) % 2 == 0, runs)
 
     @property
+    def num_live_tokens(self) -> int:
+        """Sum of ``loss_mask``, without making it."""
+        return sum(self.loss_mask_runs[::2]) if self.loss_mask_runs else len(self.response_ids)
+
+    @property
     def behavior_versions(self) -> NDArray[np.int64]:
         """[response]: the version that sampled each token."""
         return np.repeat(
@@ -274,7 +279,7 @@ def encode_sample(s: Sample) -> list[bytes]:
     return encode(
         "sample", payload,
         group=s.group, attempt=s.attempt, index=s.index, crc=zlib.crc32(payload),
-        num_tokens=len(s.response_ids), num_live_tokens=int(s.loss_mask.sum()), reward=s.reward,
+        num_tokens=len(s.response_ids), num_live_tokens=s.num_live_tokens, reward=s.reward,
         truncated=s.finish_reason == "length", oldest=min(versions, default=-1), newest=max(versions, default=-1),
         fault=s.fault,
     )  # fmt: skip
