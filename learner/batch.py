@@ -54,6 +54,14 @@ class Batch:
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
+    def ages(self, version: int) -> tuple[int, int]:
+        """(smallest, largest) staleness at `version` of the tokens that carry loss weight."""
+        versions = self.behavior_versions[self.mask]
+        if not versions.numel():
+            return 0, 0
+        newest, oldest = torch.stack([versions.amax(), versions.amin()]).tolist()
+        return version - newest, version - oldest
+
 
 def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu") -> Batch:
     """Tensors of `samples`, which come group by group."""

@@ -157,9 +157,7 @@ def estimate_advantages(
         norm_by_std = name == "grpo" and algorithm.norm_adv_by_std_in_grpo
         return adv.grpo(row_rewards, live, batch.group_ids, norm_by_std=norm_by_std), None
     if name == "gae":
-        raw, returns = adv.gae(
-            rewards, values, batch.mask, gamma=algorithm.gamma, lam=algorithm.lam, whiten=False
-        )
+        raw, returns = adv.gae(rewards, values, batch.mask, gamma=algorithm.gamma, lam=algorithm.lam, whiten=False)
     elif name == "reinforce_plus_plus":
         raw, returns = adv.reinforce_plus_plus(rewards, batch.mask, gamma=algorithm.gamma, whiten=False)
     else:

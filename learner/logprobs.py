@@ -35,9 +35,7 @@ def token_logprobs(
     chunk_tokens = chunk_tokens or max(1, CHUNK_ELEMENTS // vocab_size)
     if len(targets) <= chunk_tokens:
         return _of_chunk(hidden, head, targets, temperatures, with_entropy)
-    chunks = zip(
-        hidden.split(chunk_tokens), targets.split(chunk_tokens), temperatures.split(chunk_tokens), strict=True
-    )
+    chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), temperatures.split(chunk_tokens), strict=True)
     parts = [
         checkpoint(_of_chunk, h, head, y, t, with_entropy, use_reentrant=False, preserve_rng_state=False)
         for h, y, t in chunks
@@ -51,7 +49,7 @@ def _of_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     logits = head(hidden).float() / temperatures.unsqueeze(-1)  # [tokens, vocab]
     logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    chosen = logprobs.gather(-1, targets.unsqueeze(-1)).sum(-1)  # not `squeeze`: FSDP2 wants no views returned
     if not with_entropy:
         return chosen, None
     # A symbol that is never drawn (logit −inf) adds nothing.

@@ -9,19 +9,189 @@ the broker alone, with a reason that is logged. Unblocked by ready groups, the e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-import torch
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
 
 from common.config import Config
+from common.errors import LeewayError, Stopped
 from common.failpoints import failpoint
-from learner.batch import Batch, micro_batches
-from learner.estimates import StartOfStep, make_targets
+from learner import ending, report, resume, validation
+from learner.batch import Batch, make_batch
+from learner.checkpoint import Checkpoints
+from learner.estimates import make_targets
+from learner.model import published_weights, weights_digest
 from learner.models import Models
+from learner.progress import Progress
 from learner.ranks import Ranks
-from learner.report import Clock, Metrics, drift_metrics, mean_of_updates, target_metrics
+from learner.report import Clock, Metrics
+from learner.scoring import pack_all, start_of_step
+from learner.settings import live_settings
 from learner.updates import NotFinite, actor_loss, critic_loss, rate_of, train_on_batch
+
+PAUSE_POLL_S = 0.2
+
+
+@dataclass
+class Learner:
+    """A learner whose models are loaded and whose broker is attached."""
+
+    config: Config
+    ranks: Ranks
+    models: Models
+    feed: Any  # learner.feed.Feed
+    publisher: Any  # learner.publish.Publisher
+    control: Any  # common.control.Control
+    checkpoints: Checkpoints
+    writer: Any  # common.metrics.MetricsWriter
+    stop: Event
+    log: logging.Logger
+    run_dir: Path
+    started: float = field(default_factory=time.monotonic)
+    progress: Progress = field(default_factory=Progress)
+    published: int = -1  # newest version handed to the publisher
+    saved: int = -1  # step of the newest checkpoint
+    stats: dict[str, Any] = field(default_factory=dict)  # the broker's, of the last step
+    validations: validation.Validations = field(default_factory=validation.Validations)
+
+    def run(self) -> str:
+        """Steps until the steps, the goal or the data are reached, or a stop; returns which."""
+        window, goal = self.config.run.goal_window, self.config.run.goal_score
+        try:
+            while self.progress.step < self.config.run.max_steps:
+                mean = self.progress.goal_mean(window)
+                if goal is not None and mean is not None and mean > goal:
+                    return "goal reached"
+                if not self.step():
+                    return "the data ended"
+        except Stopped:
+            return "stopped"
+        return "max_steps reached"
+
+    def step(self) -> bool:
+        """One row of `steps`, or a batch given back. False: the data ended.
+
+        Raises:
+            Stopped: told to stop while it waited for a batch.
+            LeewayError: too many steps in a row were not finite.
+        """
+        clock, step, version = Clock(), self.progress.step + 1, self.progress.version
+        with clock("claim"):
+            claim = self.claim(step)
+        if claim is None:
+            return False
+        failpoint("learner.after_claim")
+        with clock("fetch"):
+            batch = make_batch(self.feed.fetch(claim), device=self.ranks.device)
+        if not self.is_young(batch, version, claim.limit):
+            self.feed.give_back(step=step, reason="stale")
+            return True
+        settings, began = live_settings(self.config, self.control), time.time()
+        outcome = self.train(batch, settings, step=step, version=version, clock=clock)
+        span = [began, time.time()]
+        failpoint("learner.before_ack")
+        with clock("ack"):
+            stepped = self.feed.acknowledge(
+                step=step, applied=outcome.applied, reason=outcome.reason, settings=settings,
+                digest=weights_digest(self.models.actor.module) if outcome.applied else "", optimizer_span=span,
+            )  # fmt: skip
+        failpoint("learner.after_ack")
+        self.stats = stepped.stats
+        self.count(batch, outcome)
+        with clock("publish"):
+            self.publish()
+        with clock("save"):
+            self.save(wanted=stepped.checkpoint_wanted)
+        self.report(batch, outcome, clock, step=step, version=version, limit=claim.limit)
+        self.refuse_to_go_on_skipping()
+        return True
+
+    def train(self, batch: Batch, settings: dict[str, float], *, step: int, version: int, clock: Clock) -> Outcome:
+        """`train_step` with what this learner has."""
+        return train_step(
+            self.models, batch, config=self.config, settings=settings, step=step, version=version, ranks=self.ranks,
+            clock=clock,
+        )  # fmt: skip
+
+    def claim(self, step: int) -> Any:
+        """The next batch; None when the data ended. Waits while the run is paused."""
+        while self.control.desired() == "paused" and not self.stop.is_set():
+            self.control.update(state="paused")
+            self.stop.wait(PAUSE_POLL_S)
+        if self.stop.is_set():
+            raise Stopped("a batch")
+        self.control.update(state=f"step {step}", version=self.progress.version)
+        return self.feed.claim(
+            step=step,
+            version=self.progress.version,
+            num_groups=self.config.data.train_batch_size,
+            on_wait=self.log.info,
+        )
+
+    def is_young(self, batch: Batch, version: int, limit: int) -> bool:
+        """The staleness bound, asserted once more. All ranks hold the whole batch, so they agree."""
+        youngest, oldest = batch.ages(version)
+        if youngest >= 0 and oldest <= limit:
+            return True
+        self.log.error(
+            "batch given back: its tokens are %d to %d versions old at version %d, the limit is %d",
+            youngest, oldest, version, limit,
+        )  # fmt: skip
+        return False
+
+    def count(self, batch: Batch, outcome: Outcome) -> None:
+        """Note the row; after a skip make sure that the weights are still those of the version."""
+        if outcome.applied:
+            self.progress.count(batch, window=self.config.run.goal_window)
+            return
+        self.progress.count_skipped()
+        self.log.warning("step %d skipped: %s is not finite", self.progress.step, outcome.where)
+        if outcome.partly:
+            resume.restore_weights(self)
+
+    def publish(self, *, always: bool = False) -> None:
+        """Send the weights every `weights.publish_every` versions. Returns once they are copied out."""
+        version = self.progress.version
+        if version - self.published < (1 if always else self.config.weights.publish_every):
+            return
+        failpoint("learner.publish")
+        self.publisher.publish(version, published_weights(self.models.actor.module, dtype=self.config.model.dtype))
+        self.published = version
+        self.progress.publications += 1
+        self.control.update(version=version)
+        validation.ask_if_due(self)
+
+    def save(self, *, wanted: bool = False) -> None:
+        """A checkpoint every `trainer.save_freq` steps, and whenever the broker wants one."""
+        step, freq = self.progress.step, self.config.trainer.save_freq
+        if step == self.saved or not (wanted or (freq > 0 and step % freq == 0)):
+            return
+        path = self.checkpoints.save(step, self.models, self.progress.as_state())
+        self.saved = step
+        self.feed.checkpoint_valid(step=step, path=str(path))
+        ending.write_summary(self, "")
+
+    def report(self, batch: Batch, outcome: Outcome, clock: Clock, *, step: int, version: int, limit: int) -> None:
+        """The metrics line of a step, unless it has one (a redone step)."""
+        if self.writer.has(step):
+            return
+        values = report.numbers(outcome.metrics | report.batch_metrics(batch, version=version, config=self.config))
+        values |= report.time_metrics(clock, batch) | report.progress_metrics(self.progress, self.config)
+        values |= {"staleness/limit": limit, "training/global_step": step, "training/skipped": int(not outcome.applied)}
+        values |= report.broker_metrics(self.stats) | self.publisher.stats() | self.validations.metrics(self)
+        if (ratio := values.get("generator/overlap_ratio")) is not None:
+            self.progress.count_overlap(ratio)
+        self.writer.write(step, values)
+
+    def refuse_to_go_on_skipping(self) -> None:
+        if self.progress.skipped_in_a_row >= self.config.trainer.max_nonfinite_steps:
+            raise LeewayError(
+                f"{self.progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
+                "(trainer.max_nonfinite_steps); lower actor.optim.lr, or continue from an earlier checkpoint"
+            )
 
 
 @dataclass(frozen=True)
@@ -29,9 +199,10 @@ class Outcome:
     """What became of a batch."""
 
     applied: bool
-    reason: str = ""  # why not
+    metrics: Metrics
+    reason: str = ""  # why it was not applied
+    where: str = ""  # "actor", "critic"
     partly: bool = False  # not applied, but the weights are no longer those of the version
-    metrics: Metrics | None = None
 
 
 def train_step(
@@ -40,65 +211,33 @@ def train_step(
 ) -> Outcome:  # fmt: skip
     """One batch, from its log-probs to new weights. The same for a step and for its redoing.
 
-    step: number of the row this step becomes; version: of the weights as they are now.
+    step: number of the row this becomes; version: of the weights as they are now.
     """
-    start = start_of_step(models, batch, config=config, ranks=ranks, clock=clock)
+    actor, critic, kl_coef = models.actor, models.critic, models.kl_controller.value
+    micros = pack_all(batch, config)
+    start = start_of_step(models, batch, micros, config=config, ranks=ranks, clock=clock)
     with clock("adv"):
         targets, metrics = make_targets(config, batch, start, kl_controller=models.kl_controller, step=step)
-        metrics |= target_metrics(targets, batch.mask) | drift_metrics(batch, start, targets, version=version)
+        metrics |= report.target_metrics(targets, batch.mask)
+        metrics |= report.drift_metrics(batch, start, targets, version=version)
+        metrics |= report.packing_metrics(batch, micros)
     failpoint("learner.before_update")
+    critic_updates: list[Metrics] = []
+    actor_updates: list[Metrics] = []
     try:
-        critic, actor = models.critic, models.actor
-        of_critic, of_actor = [], []
         if critic is not None:
             with clock("update_critic"):
                 loss = critic_loss(config, critic.module, targets)
                 lr = rate_of(config, "critic", settings, step)
-                of_critic = train_on_batch(critic, batch, targets.live, loss, config=config, lr=lr, ranks=ranks)
-        if step > config.critic.warmup_steps or critic is None:
+                critic_updates = train_on_batch(critic, batch, targets.live, loss, config=config, lr=lr, ranks=ranks)
+        if critic is None or step > config.critic.warmup_steps:
             with clock("update_actor"):
                 loss = actor_loss(config, actor.module, batch, targets, settings, step=step, version=version)
                 lr = rate_of(config, "actor", settings, step)
-                of_actor = train_on_batch(actor, batch, targets.live, loss, config=config, lr=lr, ranks=ranks)
+                actor_updates = train_on_batch(actor, batch, targets.live, loss, config=config, lr=lr, ranks=ranks)
     except NotFinite as e:
-        return Outcome(False, "nonfinite", partly=e.partly or bool(of_critic), metrics=metrics)
-    return Outcome(True, metrics=metrics | mean_of_updates(of_critic) | mean_of_updates(of_actor))
-
-
-@torch.no_grad()
-def start_of_step(models: Models, batch: Batch, *, config: Config, ranks: Ranks, clock: Clock) -> StartOfStep:
-    """What the models say of the sampled tokens before the first update."""
-    options = config.actor
-    micros = micro_batches(
-        batch,
-        np.arange(len(batch)),
-        token_budget=(options.log_prob_max_token_len_per_gpu or options.ppo_max_token_len_per_gpu)
-        if options.use_dynamic_bsz
-        else None,
-        rows_per_batch=options.ppo_micro_batch_size_per_gpu,
+        models.kl_controller.value = kl_coef
+        return Outcome(False, metrics, "nonfinite", where=e.part, partly=e.partly or bool(critic_updates))
+    return Outcome(
+        True, metrics | report.of_updates("critic", critic_updates) | report.of_updates("actor", actor_updates)
     )
-
-    def ask(model, **options):  # -> list of [batch, response]
-        """The model's answers on all micro-batches, each scattered back."""
-        whole = None
-        for micro in micros:
-            answers = model(micro, **options)
-            answers = answers if isinstance(answers, tuple) else (answers,)
-            if whole is None:
-                whole = [torch.zeros_like(batch.behavior_logprobs) for _ in answers]
-            for into, answer in zip(whole, answers, strict=True):
-                if answer is not None:
-                    into[micro.rows] = micro.scatter(answer)
-        return [ranks.sum(into) for into in whole]
-
-    proximal = entropy = ref = values = None
-    if config.algorithm.proximal == "recompute":
-        with clock("old_log_prob"):
-            proximal, entropy = ask(models.actor.module, with_entropy=True)
-    if models.reference is not None:
-        with clock("ref"):
-            ref, _ = ask(models.reference)
-    if models.critic is not None:
-        with clock("values"):
-            (values,) = ask(models.critic.module)
-    return StartOfStep(proximal, entropy, ref, values)

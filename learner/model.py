@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common.errors import ConfigError
@@ -55,7 +55,7 @@ class Critic(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values [tokens], float32."""
-        return self.value_head(_hidden(self.backbone, micro)).squeeze(-1).float()
+        return self.value_head(_hidden(self.backbone, micro)).sum(-1, dtype=torch.float32)  # not a view, for FSDP2
 
 
 def _hidden(backbone: nn.Module, micro: MicroBatch) -> Tensor:
@@ -157,6 +157,13 @@ def freeze(module: nn.Module) -> nn.Module:
     return module
 
 
+def reshard(module: nn.Module) -> None:
+    """Back to the float32 shards: after a forward without backward the gathered parameters still stand in."""
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            m.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a sharded one; every rank must ask for the same ones in the same order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -167,6 +174,7 @@ def published_weights(actor: Actor, *, dtype: str) -> Iterator[tuple[str, Tensor
 
     On one rank in float32 these are the parameters themselves: copy them before the next update.
     """
+    reshard(actor)
     for name, p in actor.lm.named_parameters():
         yield name, whole(p.detach()).to(DTYPES[dtype])
 
@@ -174,6 +182,7 @@ def published_weights(actor: Actor, *, dtype: str) -> Iterator[tuple[str, Tensor
 @torch.no_grad()
 def weights_digest(module: nn.Module) -> str:
     """16 hex digits that change with any bit of the weights: a sum of words, each tensor with its own factor."""
+    reshard(module)
     total = torch.zeros((), dtype=torch.int64)
     for i, (_, p) in enumerate(module.named_parameters()):
         words = whole(p.detach()).contiguous().view(-1).view(torch.int32)

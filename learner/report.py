@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from learner.batch import Batch
+from common.config import Config
+from learner.batch import Batch, MicroBatch
 from learner.correction import offpolicy_metrics
 from learner.estimates import StartOfStep, Targets
+from learner.progress import Progress
 
 Metrics = dict[str, Tensor]
+LARGE = 1 << 62
 
 
 class Clock:
@@ -21,6 +26,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._start
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -39,29 +50,59 @@ def numbers(metrics: Metrics) -> dict[str, float]:
     return dict(zip(metrics, values, strict=True))
 
 
-def mean_of_updates(updates: list[Metrics]) -> Metrics:
-    """Mean over the optimizer updates of a step."""
-    return {k: torch.stack([u[k].float() for u in updates]).mean() for k in updates[0]} if updates else {}
+def of_updates(name: str, updates: list[Metrics]) -> Metrics:
+    """Means over the optimizer updates of one model in a step, and how many there were."""
+    if not updates:
+        return {}
+    metrics = {k: torch.stack([u[k].float() for u in updates]).mean() for k in updates[0]}
+    if name == "actor":
+        metrics["actor/grad_norm_max"] = torch.stack([u["actor/grad_norm"] for u in updates]).amax()
+        metrics["actor/num_updates"] = torch.tensor(len(updates))
+    return metrics
 
 
-def batch_metrics(batch: Batch, *, version: int, max_prompt_length: int, max_response_length: int) -> Metrics:
+def batch_metrics(batch: Batch, *, version: int, config: Config) -> Metrics:
     """Scores, raw lengths (before any mask), ages."""
     sampled = batch.mask
-    responses = torch.from_numpy(batch.response_lengths).float()
-    prompts = torch.from_numpy(batch.prompt_lengths).float()
-    age = version - batch.behavior_versions  # [batch, response]
-    there = torch.arange(sampled.shape[1]) < responses.unsqueeze(-1)
-    newest = batch.behavior_versions.masked_fill(~there.to(sampled.device), -1).amax(-1)
-    oldest = batch.behavior_versions.masked_fill(~there.to(sampled.device), 1 << 62).amin(-1)
+    responses = torch.from_numpy(batch.response_lengths).float().to(sampled.device)
+    prompts = torch.from_numpy(batch.prompt_lengths).float().to(sampled.device)
+    there = torch.arange(sampled.shape[1], device=sampled.device) < responses.unsqueeze(-1)
+    oldest = batch.behavior_versions.masked_fill(~there, LARGE).amin(-1)  # [batch]
+    newest = batch.behavior_versions.masked_fill(~there, -1).amax(-1)
+    age = (version - batch.behavior_versions)[sampled].float()  # [tokens]
+    mixed = (newest > oldest).float()
     return {
-        **_spread("critic/score", batch.scores),
-        **_spread("response_length", responses),
-        "response_length/clip_ratio": batch.truncated.float().mean(),
-        **_spread("prompt_length", prompts),
-        "prompt_length/clip_ratio": (prompts >= max_prompt_length).float().mean(),
-        "staleness/mean": age[sampled].float().mean(),
-        "staleness/max": (version - oldest).amax(),
-        "staleness/num_multi_version_samples": (newest > oldest).sum(),
+        **_spread("critic/score/", batch.scores),
+        "critic/groups_without_signal": _share_without_signal(batch),
+        **_spread("response_length/", responses),
+        "response_length/clip_ratio": (responses >= config.data.max_response_length).float().mean(),
+        **_spread("prompt_length/", prompts),
+        "prompt_length/clip_ratio": (prompts >= config.data.max_prompt_length).float().mean(),
+        **_spread("staleness/", age),
+        "staleness/fresh_fraction": (age == 0).float().mean(),
+        "staleness/mixed_samples": mixed.mean(),
+        "staleness/num_multi_version_samples": mixed.sum(),
+        "perf/total_num_tokens": torch.tensor(batch.num_tokens),
+        "perf/num_response_tokens": responses.sum(),
+    }
+
+
+def _share_without_signal(batch: Batch) -> Tensor:
+    groups, number = batch.group_ids.unique(return_inverse=True)
+    ends = [
+        torch.zeros(len(groups), device=number.device).scatter_reduce(
+            0, number, batch.scores, reduce=reduce, include_self=False
+        )
+        for reduce in ("amax", "amin")
+    ]
+    return (ends[0] == ends[1]).float().mean()
+
+
+def packing_metrics(batch: Batch, micros: list[MicroBatch]) -> Metrics:
+    processed = sum(m.input_ids.numel() for m in micros)
+    return {
+        "perf/padding_ratio": torch.tensor(processed / max(1, batch.num_tokens)),
+        "perf/num_micro_batches": torch.tensor(len(micros)),
     }
 
 
@@ -69,15 +110,15 @@ def target_metrics(targets: Targets, sampled: Tensor) -> Metrics:
     """Rewards, advantages, and with a critic values and returns."""
     live = targets.live
     metrics = {
-        **_spread("critic/rewards", targets.token_rewards.masked_fill(~sampled, 0).sum(-1)),
-        **_spread("critic/advantages", targets.advantages[live]),
+        **_spread("critic/rewards/", targets.token_rewards.masked_fill(~sampled, 0).sum(-1)),
+        **_spread("critic/advantages/", targets.advantages[live]),
     }
     if targets.returns is not None:
         returns = targets.returns[live]
-        metrics |= _spread("critic/returns", returns)
+        metrics |= _spread("critic/returns/", returns)
         if targets.values is not None:
             values = targets.values[live]
-            metrics |= _spread("critic/values", values)
+            metrics |= _spread("critic/values/", values)
             metrics["critic/vf_explained_var"] = 1 - _variance(returns - values) / (_variance(returns) + 1e-5)
     return metrics
 
@@ -99,7 +140,7 @@ def drift_metrics(batch: Batch, start: StartOfStep, targets: Targets, *, version
         metrics["rollout_corr/num_same_version_tokens"] = same.sum()
     if targets.is_weights is not None:
         weights = targets.is_weights[batch.mask]
-        metrics |= _spread("rollout_corr/rollout_is", weights)
+        metrics |= _spread("rollout_corr/rollout_is_", weights)
         metrics["rollout_corr/rollout_is_std"] = _variance(weights).sqrt()
         metrics["rollout_corr/rollout_is_eff_sample_size"] = weights.sum().square() / (
             len(weights) * weights.square().sum()
@@ -111,15 +152,52 @@ def drift_metrics(batch: Batch, start: StartOfStep, targets: Targets, *, version
     return metrics
 
 
-def _spread(name: str, values: Tensor) -> Metrics:
+def time_metrics(clock: Clock, batch: Batch) -> dict[str, float]:
+    """Where the time of a step went; all of it since the clock was made."""
+    step_s, claim_s = clock.total_s, clock.seconds.get("claim", 0.0)
+    return {
+        **{f"timing_s/{name}": s for name, s in clock.seconds.items()},
+        "timing_s/step": step_s,
+        "perf/time_per_step": step_s,
+        "perf/throughput": batch.num_tokens / step_s,
+        "perf/cpu_memory_used_gb": _resident_bytes() / 1e9,
+        "queue/wait_s": claim_s,
+        "trainer/idle_ratio": claim_s / step_s,
+    }
+
+
+def progress_metrics(p: Progress, config: Config) -> dict[str, float]:
+    values: dict[str, float] = {
+        "training/version": p.version,
+        "training/skipped_steps": p.skipped,
+        "training/samples_trained": p.samples_trained,
+        "training/tokens_trained": p.tokens_trained,
+        "actor/kl_coef": config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0,
+    }
+    if (mean := p.goal_mean(config.run.goal_window)) is not None:
+        values["training/goal_mean"] = mean
+    return values
+
+
+def broker_metrics(stats: dict[str, Any]) -> dict[str, float]:
+    """The broker's figures: groups per state and dropped by reason; the rest has metrics' names already."""
+    values = {f"queue/{state}": n for state, n in stats.get("states", {}).items()}
+    values |= {f"queue/dropped/{reason}": n for reason, n in stats.get("dropped", {}).items()}
+    return values | {name: v for name, v in stats.items() if "/" in name and isinstance(v, (int, float))}
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as f:
+            return int(f.read().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _spread(prefix: str, values: Tensor) -> Metrics:
     if not values.numel():
         values = torch.zeros(1)
-    slash = "_" if name == "rollout_corr/rollout_is" else "/"
-    return {
-        f"{name}{slash}mean": values.mean(),
-        f"{name}{slash}max": values.amax(),
-        f"{name}{slash}min": values.amin(),
-    }
+    return {f"{prefix}mean": values.mean(), f"{prefix}max": values.amax(), f"{prefix}min": values.amin()}
 
 
 def _variance(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import Qwen2Config
+    from transformers import Qwen2Config, Qwen2Tokenizer
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ALPHABET = " \nabcdefghijklmnopqrstuvwxyz0123456789=+-*/%<>()[]{}.,:;?!'\"_"
@@ -40,21 +40,17 @@ def toy_config(*, max_tokens: int = 1024) -> Qwen2Config:
     )
 
 
-def toy_tokenizer():  # -> PreTrainedTokenizerFast
-    """One token per character of `ALPHABET`; anything else is `<unk>`. No chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def toy_tokenizer() -> Qwen2Tokenizer:
+    """One token per character of `ALPHABET`; other characters vanish. No chat template.
 
-    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(VOCABULARY)}, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        clean_up_tokenization_spaces=False,
-        model_max_length=1024,
+    AutoTokenizer makes a Qwen2Tokenizer of whatever lies beside a Qwen2 config, so it is one: byte
+    level BPE without a merge. Its vocabulary writes a space as Ġ and a new line as Ċ.
+    """
+    from transformers import Qwen2Tokenizer
+
+    vocabulary = {t.replace(" ", "Ġ").replace("\n", "Ċ"): i for i, t in enumerate(VOCABULARY)}
+    return Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK, model_max_length=1024
     )
 
 

@@ -1,0 +1,52 @@
+"""How a run ends: last version out, last validation in, checkpoint, Hugging Face folder, summary."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from common.errors import LeewayError
+from learner import validation
+from learner.export import save_hf
+
+if TYPE_CHECKING:
+    from learner.loop import Learner
+
+
+def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
+    """Leave everything as the user wants to find it.
+
+    ended: why, as it stands in the summary; after "stopped" nothing is waited for, and the folder
+    comes first, since time is short.
+    """
+    stopped = ended == "stopped"
+    target = learner.run_dir / "hf"
+    save_hf(target, learner.models.actor.module, tokenizer, dtype=learner.config.model.dtype, ranks=learner.ranks)
+    learner.save(wanted=True)
+    if not stopped:
+        learner.publish(always=True)
+        validation.validate_last(learner)
+    write_summary(learner, ended)
+    if not stopped:
+        end_the_others(learner, ended)
+
+
+def write_summary(learner: Learner, ended: str) -> None:
+    """`summary.json`, which the launcher prints; `ended` is empty while the run goes on."""
+    hf, wandb = learner.run_dir / "hf", learner.run_dir / "wandb"
+    learner.progress.summary(
+        ended=ended,
+        window=learner.config.run.goal_window,
+        dropped=dict(learner.stats.get("dropped", {})),
+        seconds=time.monotonic() - learner.started,
+        hf_dir=str(hf) if hf.is_dir() else None,
+        wandb_dir=str(wandb) if wandb.is_dir() else None,
+    ).write(learner.run_dir)
+
+
+def end_the_others(learner: Learner, ended: str) -> None:
+    """The run is over for every role, wherever it was started."""
+    try:
+        learner.control.set_desired("stopped", f"learner: {ended}")
+    except LeewayError as e:
+        learner.log.warning("cannot tell the other roles that the run is over: %s", e)

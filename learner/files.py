@@ -1,0 +1,58 @@
+"""Files that are there whole or not at all: written beside their place, flushed to disk, renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a fresh folder, then put it in place of `target`.
+
+    A crash leaves the old folder, the new one, or (between two renames) neither but both under
+    other names; what is left over is removed next time.
+    """
+    fresh, old = _beside(target, "new"), _beside(target, "old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    write(fresh)
+    for path in sorted(fresh.rglob("*")):
+        sync(path)
+    sync(fresh)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(fresh, target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def replace_file(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a fresh file, then put it in place of `target`."""
+    fresh = _beside(target, "new")
+    write(fresh)
+    sync(fresh)
+    os.replace(fresh, target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _beside(target: Path, kind: str) -> Path:
+    """A name in the same folder that nothing takes for the real thing: `.step_40.new`."""
+    return target.with_name(f".{target.name}.{kind}")

@@ -1,0 +1,85 @@
+"""How far a run has come: counters that a checkpoint keeps and the summary shows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from common.summary import Summary
+from learner.batch import Batch
+
+
+@dataclass
+class Progress:
+    step: int = 0  # rows of `steps`, skipped ones included
+    version: int = 0  # of the weights as they are now
+    samples_trained: int = 0
+    tokens_trained: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    staleness_max: int | None = None
+    first_scores: list[float] = field(default_factory=list)  # of the first `window` steps
+    last_scores: list[float] = field(default_factory=list)  # of the last
+    overlap_sum: float = 0.0
+    overlap_count: int = 0
+    publications: int = 0
+    seconds: float = 0.0  # before this process
+
+    def count(self, batch: Batch, *, window: int) -> None:
+        """One more row of `steps` that was applied."""
+        self.step += 1
+        self.skipped_in_a_row = 0
+        score = float(batch.scores.mean())
+        if len(self.first_scores) < window:
+            self.first_scores.append(score)
+        self.last_scores = [*self.last_scores, score][-window:]
+        self.samples_trained += len(batch)
+        self.tokens_trained += int(batch.mask.sum())
+        _, oldest = batch.ages(self.version)
+        self.staleness_max = max(self.staleness_max or 0, oldest)
+        self.version += 1
+
+    def count_skipped(self) -> None:
+        """One more row of `steps` that was not."""
+        self.step += 1
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+
+    def count_overlap(self, ratio: float) -> None:
+        self.overlap_sum += ratio
+        self.overlap_count += 1
+
+    def goal_mean(self, window: int) -> float | None:
+        """Mean score of the last `window` steps, once there are as many."""
+        return sum(self.last_scores) / window if len(self.last_scores) == window else None
+
+    def as_state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        return cls(**{k: v for k, v in state.items() if k in cls.__dataclass_fields__})
+
+    def summary(
+        self, *, ended: str, window: int, dropped: dict[str, int], seconds: float, **places: str | None
+    ) -> Summary:
+        return Summary(
+            ended=ended,
+            step=self.step,
+            version=self.version,
+            score_first=_mean(self.first_scores),
+            score_last=_mean(self.last_scores),
+            score_window=window,
+            samples_trained=self.samples_trained,
+            tokens_trained=self.tokens_trained,
+            dropped=dropped,
+            publications=self.publications,
+            staleness_max=self.staleness_max,
+            overlap_ratio=self.overlap_sum / self.overlap_count if self.overlap_count else None,
+            seconds=self.seconds + seconds,
+            **places,
+        )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

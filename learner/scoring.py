@@ -1,0 +1,62 @@
+"""Forward passes without gradient: what the models say of the sampled tokens before the first update."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.config import Config
+from learner.batch import Batch, MicroBatch, micro_batches
+from learner.estimates import StartOfStep
+from learner.models import Models
+from learner.ranks import Ranks
+from learner.report import Clock
+
+
+def pack_all(batch: Batch, config: Config) -> list[MicroBatch]:
+    """The whole batch, packed for forward passes."""
+    options = config.actor
+    budget = options.log_prob_max_token_len_per_gpu or options.ppo_max_token_len_per_gpu
+    return micro_batches(
+        batch,
+        np.arange(len(batch)),
+        token_budget=budget if options.use_dynamic_bsz else None,
+        rows_per_batch=options.ppo_micro_batch_size_per_gpu,
+    )
+
+
+@torch.no_grad()
+def start_of_step(
+    models: Models, batch: Batch, micros: list[MicroBatch], *, config: Config, ranks: Ranks, clock: Clock
+) -> StartOfStep:
+    """Proximal log-probs and entropy, reference log-probs, values: as far as the config needs them."""
+    proximal = entropy = ref = values = None
+    if config.algorithm.proximal == "recompute":
+        with clock("old_log_prob"):
+            proximal, entropy = answers(models.actor.module, batch, micros, ranks, with_entropy=True)
+    if models.reference is not None:
+        with clock("ref"):
+            ref, _ = answers(models.reference, batch, micros, ranks, with_entropy=False)
+    if models.critic is not None:
+        with clock("values"):
+            (values,) = answers(models.critic.module, batch, micros, ranks)
+    return StartOfStep(proximal, entropy, ref, values)
+
+
+def answers(
+    model: nn.Module, batch: Batch, micros: list[MicroBatch], ranks: Ranks, **options: bool
+) -> tuple[Tensor | None, ...]:
+    """The model's outputs on all micro-batches, scattered back to [batch, response]; the same on every rank.
+
+    A rank leaves 0 where the rows are another's, so the sum over ranks is the whole.
+    """
+    whole: dict[int, Tensor] = {}
+    for micro in micros:
+        outputs = model(micro, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        for i, output in enumerate(outputs):
+            if output is not None:
+                into = whole.setdefault(i, torch.zeros_like(batch.behavior_logprobs))
+                into[micro.rows] = micro.scatter(output)
+    return tuple(ranks.sum(whole[i]) if i in whole else None for i in range(len(outputs)))

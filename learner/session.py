@@ -1,0 +1,94 @@
+"""What surrounds the steps: connections made, models loaded, state resumed; and the way back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from common.metrics import MetricsWriter
+from common.roles import Role
+from learner import ending, resume
+from learner.checkpoint import Checkpoints
+from learner.feed import Feed
+from learner.initial import initial_folder, load_tokenizer, served_folder
+from learner.loop import Learner
+from learner.models import load_models
+from learner.publish import Publisher
+from learner.ranks import join_ranks, leave_ranks
+
+
+class Session:
+    """One process of the learner. What was opened is closed in reverse order, whatever happens."""
+
+    def __init__(self, role: Role, *, started: float) -> None:
+        """started: `time.monotonic()` when this process began."""
+        self.role, self.started = role, started
+        self.learner: Learner | None = None
+        self.tokenizer: Any = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def start(self) -> Learner:
+        """Everything up to the first claim: version v is on its way to the generators when this returns.
+
+        Raises:
+            DeadlineError: no broker appeared.
+            ConfigError, CheckpointError, Stopped.
+        """
+        role, config, control = self.role, self.role.config, self.role.control
+        ranks = join_ranks()
+        self._open.callback(leave_ranks)
+        served = served_folder(config, role.run_dir)
+        self.tokenizer = load_tokenizer(served, config)
+        control.publish_model(str(served))
+
+        self._state("waits for the broker")
+        control.wait_for(
+            "broker", deadline_s=config.run.start_timeout_s, stop=role.stop, why="the learner trains what it hands out"
+        )
+        feed = Feed(self._broker_address, run_id=control.run_id, name=role.name, stop=role.stop)
+        self._open.callback(feed.close)
+        attached = feed.attach()
+        publisher = Publisher(run_id=control.run_id, epoch=attached.epoch, config=config.weights)
+        self._open.callback(publisher.close)
+        control.update(address=publisher.address)
+
+        folder, warmup = initial_folder(
+            config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state
+        )
+        self._state("loads the models")
+        writer = MetricsWriter(role.run_dir, config)
+        self._open.callback(writer.close)
+        checkpoints = Checkpoints(
+            role.run_dir / "checkpoints", run_id=control.run_id, keep=config.trainer.max_ckpt_to_keep, ranks=ranks
+        )
+        self.learner = Learner(
+            config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
+            control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
+            started=self.started,
+        )  # fmt: skip
+        if warmup is not None:
+            writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
+        resume.resume(self.learner, attached)
+        self.learner.publish()
+        return self.learner
+
+    def finish(self, ended: str) -> None:
+        """Leave behind what the user wants to find."""
+        self._state(f"ends: {ended}")
+        ending.finish(self.learner, ended, tokenizer=self.tokenizer)
+
+    def _broker_address(self) -> str | None:
+        """Where the broker is now; a restarted one has another port."""
+        return next((e.address for e in self.role.control.entries("broker") if e.address), None)
+
+    def _state(self, text: str) -> None:
+        self.role.control.update(state=text)

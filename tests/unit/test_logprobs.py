@@ -1,0 +1,141 @@
+"""Log-probs and entropy: chunked = plain, packed = one sequence a row, temperature, the model's own scaling."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from common.wire import Sample
+from learner.batch import make_batch, micro_batches
+from learner.logprobs import token_logprobs
+from learner.model import Actor, check_head
+from tests.learner_parts import make_sample
+from tests.models import logprobs_of, tiny_model
+
+VOCAB = 40
+
+
+def _samples(seed: int, n: int = 9, **changes: object) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    result = []
+    for i in range(n):
+        prompt, response = int(rng.integers(1, 12)), int(rng.integers(1, 9))
+        result.append(
+            make_sample(
+                rng,
+                i,
+                0,
+                response_tokens=response,
+                prompt_ids=rng.integers(0, VOCAB, prompt).astype(np.int32),
+                response_ids=rng.integers(0, VOCAB, response).astype(np.int32),
+                **changes,
+            )
+        )
+    return result
+
+
+def _logprobs(actor: Actor, samples: list[Sample], *, budget: int | None, rows: int = 1) -> torch.Tensor:
+    """[batch, response]"""
+    batch = make_batch(samples)
+    out = torch.zeros_like(batch.behavior_logprobs)
+    for micro in micro_batches(batch, np.arange(len(samples)), token_budget=budget, rows_per_batch=rows):
+        out = out.index_add(0, micro.rows, micro.scatter(actor(micro)[0]))
+    return out
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_chunked_equals_plain_in_value_and_gradient(with_entropy: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 16, generator=generator)
+    weight = torch.randn(VOCAB, 16, generator=generator)
+    targets = torch.randint(VOCAB, (23,), generator=generator)
+    temperatures = 0.5 + torch.rand(23, generator=generator)
+    results = []
+    for chunk in (None, 1, 7, 23):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(
+            h, lambda x, w=w: x @ w.T, targets, temperatures, vocab_size=VOCAB, with_entropy=with_entropy,
+            chunk_tokens=chunk,
+        )  # fmt: skip
+        total = (logprobs * torch.arange(23)).sum() + (entropy.sum() if entropy is not None else 0)
+        total.backward()
+        results.append((logprobs, entropy, h.grad, w.grad))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_is_that_of_the_distribution_sampled_from() -> None:
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    p = (logits / 2).softmax(-1)
+    _, entropy = token_logprobs(
+        logits, lambda x: x, torch.tensor([0]), torch.tensor([2.0]), vocab_size=3, with_entropy=True
+    )
+    assert torch.allclose(entropy, -(p * p.log()).sum(-1))
+
+
+def test_a_symbol_that_is_never_drawn_adds_no_entropy() -> None:
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+    _, entropy = token_logprobs(logits, lambda x: x, torch.tensor([0]), torch.ones(1), vocab_size=3, with_entropy=True)
+    assert torch.allclose(entropy, torch.tensor([2.0]).log())
+
+
+@pytest.mark.parametrize("budget", [24, 40, 4096])
+def test_packed_rows_equal_one_sequence_a_row(budget: int) -> None:
+    actor = Actor(tiny_model(1))
+    samples = _samples(2)
+    packed = _logprobs(actor, samples, budget=budget)
+    weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(3))
+    (packed * weights).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in actor.named_parameters()}
+    actor.zero_grad()
+    alone = _logprobs(actor, samples, budget=None)
+    (alone * weights).sum().backward()
+    assert (packed - alone).abs().max() < 1e-5
+    for name, p in actor.named_parameters():
+        assert (gradients[name] - p.grad).abs().max() <= 1e-5 * p.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("fault", ["mask of ones", "positions that run on"])
+def test_the_comparison_would_see_sequences_that_see_one_another(fault: str) -> None:
+    model = tiny_model(1)
+    batch = make_batch(_samples(2))
+    micro = next(m for m in micro_batches(batch, np.arange(9), token_budget=40) if len(m.rows) > len(m.input_ids))
+    right = Actor(model)(micro)[0]
+    positions, mask = micro.position_ids, None
+    if fault == "mask of ones":
+        mask = torch.ones_like(micro.input_ids)
+    else:
+        positions = torch.arange(micro.input_ids.shape[1]).expand_as(positions)
+    hidden = model.model(
+        input_ids=micro.input_ids, position_ids=positions, attention_mask=mask, use_cache=False
+    ).last_hidden_state.flatten(0, 1)[micro.wanted]
+    wrong = model.lm_head(hidden).log_softmax(-1).gather(-1, micro.targets[:, None])[:, 0]
+    assert (right - wrong).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_plain_model_at_the_samples_temperature(temperature: float) -> None:
+    model = tiny_model(4)
+    samples = _samples(5, sampling={"temperature": temperature})
+    ours = _logprobs(Actor(model), samples, budget=64)
+    for row, s in zip(ours, samples, strict=True):
+        theirs = torch.tensor(logprobs_of(model, s.prompt_ids.tolist(), s.response_ids.tolist(), temperature))
+        assert (row[: len(theirs)] - theirs).abs().max() < 1e-5
+
+
+def test_soft_caps_are_the_models_own() -> None:
+    config = Gemma2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, final_logit_softcapping=3.0, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(40)  # so that the cap acts
+    actor = Actor(model)
+    check_head(actor)
+    ids = torch.arange(VOCAB).unsqueeze(0)
+    assert model(ids).logits.abs().max() > 2.5

@@ -1,0 +1,412 @@
+"""The learner's step among simulated neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.config import Config
+from common.errors import CheckpointError, LeewayError
+from common.metrics import declared
+from common.wire import Sample
+from learner import estimates, resume
+from learner.batch import make_batch
+from learner.estimates import StartOfStep, make_kl_controller, make_targets
+from learner.loop import Learner
+from learner.model import published_weights, weights_digest, whole
+from learner.models import load_models
+from tests.learner_parts import (
+    SimulatedFeed,
+    SimulatedWriter,
+    alone,
+    initial_weights,
+    make_config,
+    make_groups,
+    make_learner,
+    make_sample,
+)  # fmt: skip
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return initial_weights(tmp_path_factory.mktemp("model"), make_config())
+
+
+@pytest.fixture
+def learner_of(folder: Path, tmp_path: Path) -> Callable[..., Learner]:
+    """Make a learner that was attached and resumed; its feed makes groups at random unless given."""
+
+    def make(config: Config, feed: SimulatedFeed | None = None, **changes: Any) -> Learner:
+        feed = feed or SimulatedFeed(lambda step, version: make_groups(config, step, version=version))
+        run_dir = tmp_path / changes.pop("folder", f"run-{id(feed)}")
+        learner = make_learner(config, load_models(config, folder, alone()), feed, run_dir, **changes)
+        resume.resume(learner, feed.attach())
+        return learner
+
+    return make
+
+
+def _weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {n: p.clone() for n, p in published_weights(learner.models.actor.module, dtype="float32")}
+
+
+def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max((a[n] - b[n]).detach().abs().max().item() for n in a)
+
+
+def _loss(
+    logprobs: torch.Tensor, anchor: torch.Tensor, ref: torch.Tensor, advantage: float, weights: torch.Tensor
+) -> torch.Tensor:
+    """Clipped, weighted surrogate plus 0.001 · k3, summed over the tokens of one response."""
+    ratio = (logprobs - anchor).exp()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    difference = ref - logprobs
+    return (-weights * surrogate + 0.001 * (difference.exp() - difference - 1)).sum()
+
+
+def test_a_step_is_what_a_plain_loop_over_samples_computes(folder: Path, learner_of: Callable[..., Learner]) -> None:
+    """Two mini-batches of two groups, one response at a time, no packing, no sharding."""
+    learner = learner_of(make_config())
+    samples = make_groups(learner.config, 1)
+    assert learner.step()
+
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+
+    def logprobs(s: Sample) -> torch.Tensor:
+        ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids]).astype(np.int64))
+        logits = lm(input_ids=ids[None]).logits[0]
+        return logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[len(s.prompt_ids) - 1 :, 0]
+
+    with torch.no_grad():
+        start = [logprobs(s) for s in samples]
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, weight_decay=0.01)
+    for rows in (range(8), range(8, 16)):
+        loss = torch.zeros(())
+        for i in rows:
+            s = samples[i]
+            scores = torch.tensor([x.reward for x in samples if x.group == s.group])
+            advantage = (s.reward - scores.mean()) / (scores.std() + 1e-6)
+            weights = (start[i] - torch.from_numpy(s.behavior_logprobs)).exp().clamp(max=2)
+            loss = loss + _loss(logprobs(s), start[i], start[i], float(advantage), weights)
+        (loss / sum(len(samples[i].response_ids) for i in rows)).backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    # Adam divides by the root of a square: an element whose gradient is near 0 amplifies rounding.
+    assert _distance(_weights(learner), dict(lm.named_parameters())) < 2e-5
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_how_rows_fall_on_micro_batches_changes_nothing(learner_of: Callable[..., Learner], mode: str) -> None:
+    """One update; Adam's first moment is a tenth of its gradient."""
+    results = []
+    budget = "actor.ppo_max_token_len_per_gpu"
+    for split in (f"{budget}=24", f"{budget}=4096", "actor.use_dynamic_bsz=false"):
+        learner = learner_of(
+            make_config(split, f"actor.loss_agg_mode={mode}", "actor.entropy_coeff=0.01", "actor.ppo_mini_batch_size=4")
+        )
+        learner.step()
+        actor = learner.models.actor
+        gradients = [whole(actor.optimizer.state[p]["exp_avg"]).clone() for p in actor.parameters]
+        results.append((gradients, learner.writer.lines[1]))
+    for gradients, line in results[1:]:
+        for one, other in zip(gradients, results[0][0], strict=True):
+            assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/ppo_kl", "actor/entropy"):
+            assert line[name] == pytest.approx(results[0][1][name], abs=1e-5), name
+
+
+def test_a_step_makes_a_version_publishes_it_and_writes_declared_metrics(learner_of: Callable[..., Learner]) -> None:
+    learner = learner_of(make_config("weights.publish_every=2", "trainer.save_freq=2"))
+    for _ in range(4):
+        assert learner.step()
+    assert learner.progress.version == 4
+    assert learner.publisher.versions == [1, 3]
+    assert learner.feed.checkpoints == [0, 2, 4]
+    assert [r.digest for r in learner.feed.step_rows][-1] == weights_digest(learner.models.actor.module)
+    assert learner.feed.step_rows[0].settings["actor.optim.lr"] == 1e-3
+    line = learner.writer.lines[4]
+    assert [name for name in line if declared(name) is None] == []
+    assert line["training/global_step"] == 4
+    assert line["staleness/max"] == 0
+    assert line["rollout_corr/num_same_version_tokens"] == line["perf/num_response_tokens"]
+    for phase in ("claim", "fetch", "old_log_prob", "ref", "adv", "update_actor", "ack", "publish", "save", "step"):
+        assert line[f"timing_s/{phase}"] >= 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3"),
+        ("algorithm.adv_estimator=dr_grpo",),
+        ("algorithm.adv_estimator=rloo", "actor.policy_loss.loss_mode=gspo"),
+        ("algorithm.adv_estimator=reinforce_plus_plus", "actor.policy_loss.loss_mode=cispo"),
+        ("algorithm.proximal=bypass", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"),
+        ("algorithm.proximal=loglinear", "actor.use_kl_loss=false"),
+        (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.2"),
+        (f"{CORRECTION}.rollout_is=null", "reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=4"),
+    ],
+    ids=lambda o: o[0].rpartition(".")[2],
+)  # fmt: skip
+def test_every_estimator_and_proximal_policy_makes_a_finite_step(
+    learner_of: Callable[..., Learner], options: tuple[str, ...]
+) -> None:
+    config = make_config(*options)
+    learner = learner_of(config, SimulatedFeed(lambda step, version: make_groups(config, step, version=0)))
+    before = _weights(learner)
+    for _ in range(2):
+        learner.step()
+    assert learner.progress.version == 2
+    assert 0 < _distance(before, _weights(learner)) < 0.1
+    assert [n for n, v in learner.writer.lines[2].items() if not np.isfinite(v) or declared(n) is None] == []
+
+
+def test_the_critic_learns_alone_in_its_warm_up(learner_of: Callable[..., Learner]) -> None:
+    learner = learner_of(make_config("algorithm.adv_estimator=gae", "critic.warmup_steps=1", "critic.optim.lr=1e-3"))
+    before = weights_digest(learner.models.actor.module), weights_digest(learner.models.critic.module)
+    learner.step()
+    assert learner.progress.version == 1
+    assert weights_digest(learner.models.actor.module) == before[0]
+    assert weights_digest(learner.models.critic.module) != before[1]
+    learner.step()
+    assert weights_digest(learner.models.actor.module) != before[0]
+
+
+# ---------------------------------------------------------------- masks
+def _targets(config: Config, samples: list[Sample], proximal: torch.Tensor) -> estimates.Targets:
+    batch = make_batch(samples)
+    start = StartOfStep(proximal, None, None, torch.zeros_like(proximal))
+    return make_targets(config, batch, start, kl_controller=make_kl_controller(config), step=1)[0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_a_rejected_last_token_does_not_take_the_score_with_it(estimator: str) -> None:
+    config = make_config(
+        f"algorithm.adv_estimator={estimator}", "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2",
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, 0, i, response_tokens=4, reward=float(i == 0)) for i in range(3)]
+    behavior = make_batch(samples).behavior_logprobs
+    plain = _targets(config, samples, behavior.clone())
+    drifted = behavior.clone()
+    drifted[0, 3] += 3  # e³ is outside
+    rejected = _targets(config, samples, drifted)
+    assert rejected.live.tolist() == [[True, True, True, False], [True] * 4, [True] * 4]
+    assert torch.equal(rejected.advantages[rejected.live], plain.advantages[rejected.live])
+    assert rejected.advantages[0, 3] == 0
+
+
+def test_a_row_that_is_rejected_whole_leaves_its_group() -> None:
+    config = make_config(
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1", "algorithm.rollout_correction.rollout_rs_threshold=2"
+    )
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, 0, i, response_tokens=3, reward=r) for i, r in enumerate((1.0, 0.0, 100.0))]
+    proximal = make_batch(samples).behavior_logprobs.clone()
+    proximal[2] += 5
+    advantages = _targets(config, samples, proximal).advantages
+    two = _targets(config, samples[:2], proximal[:2]).advantages
+    assert torch.equal(advantages[:2], two)
+    assert advantages[2].tolist() == [0, 0, 0]
+
+
+def test_scores_and_the_recursion_see_all_sampled_tokens() -> None:
+    """GAE: the score sits on the last sampled token although that one is rejected; whitening is over the live ones."""
+    config = make_config(
+        "algorithm.adv_estimator=gae", "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2",
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, i, 0, response_tokens=3, reward=float(i)) for i in range(2)]
+    proximal = make_batch(samples).behavior_logprobs.clone()
+    proximal[1, 2] += 5
+    t = _targets(config, samples, proximal)
+    assert t.returns.tolist() == [[0, 0, 0], [1, 1, 1]]
+    live = t.advantages[t.live]
+    assert live.mean().item() == pytest.approx(0, abs=1e-6)
+    assert live.var().item() == pytest.approx(1, abs=1e-5)
+    assert t.advantages[1, 2] == 0
+
+
+def test_no_kl_in_the_first_share_of_steps() -> None:
+    config = make_config("algorithm.kl_warmup_ratio=0.1", "run.max_steps=100")
+    assert [estimates.kl_is_on(config, s) for s in (1, 10, 11, 100)] == [False, False, True, True]
+
+
+# ---------------------------------------------------------------- what must not be trained
+def test_a_batch_with_a_token_older_than_the_limit_is_given_back_whole(learner_of: Callable[..., Learner]) -> None:
+    config = make_config()
+
+    def samples(step: int, version: int) -> list[Sample]:
+        groups = make_groups(config, step, version=version)
+        if len(feed.returned) == 0 and version == 3:
+            n = len(groups[5].response_ids)
+            spans = ((0, 0, 1), (3, 1, n)) if n > 1 else ((0, 0, 1),)
+            groups[5] = dataclasses.replace(groups[5], spans=spans)
+        return groups
+
+    feed = SimulatedFeed(samples, limit=2)
+    learner = learner_of(config, feed)
+    for _ in range(3):
+        learner.step()
+    before = _weights(learner)
+    assert learner.step()
+    assert feed.returned == [(4, "stale")]
+    assert (learner.progress.step, learner.progress.version, len(feed.step_rows)) == (3, 3, 3)
+    assert _distance(before, _weights(learner)) == 0
+    learner.step()
+    assert learner.progress.version == 4
+
+
+def test_tokens_from_a_version_that_is_not_there_yet_are_given_back(learner_of: Callable[..., Learner]) -> None:
+    config = make_config()
+    feed = SimulatedFeed(lambda step, version: make_groups(config, step, version=version + 1))
+    learner = learner_of(config, feed)
+    learner.step()
+    assert feed.returned == [(1, "stale")]
+
+
+def _nan_at(config: Config, *, group: int, step: int | None = None) -> Callable[[int, int], list[Sample]]:
+    """Batches whose `group` has a score that is not a number, in `step` or in every step."""
+
+    def samples(now: int, version: int) -> list[Sample]:
+        groups = make_groups(config, now, version=version)
+        if step in (None, now):
+            bad = group * config.rollout.n
+            groups[bad] = dataclasses.replace(groups[bad], reward=float("nan"))
+        return groups
+
+    return samples
+
+
+@pytest.mark.parametrize("group", [0, 3], ids=["first mini-batch", "second mini-batch"])
+def test_a_step_that_is_not_finite_changes_nothing_and_makes_no_version(
+    learner_of: Callable[..., Learner], group: int
+) -> None:
+    config = make_config("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
+    feed = SimulatedFeed(_nan_at(config, step=3, group=group))
+    learner = learner_of(config, feed)
+    for _ in range(2):
+        learner.step()
+    before, published = _weights(learner), list(learner.publisher.versions)
+    coefficient = learner.models.kl_controller.value
+    optimizer_steps = {float(s["step"]) for s in learner.models.actor.optimizer.state.values()}
+    learner.step()
+    assert [(r.applied, r.digest != "") for r in feed.step_rows] == [(True, True), (True, True), (False, False)]
+    assert (learner.progress.step, learner.progress.version) == (3, 2)
+    assert _distance(before, _weights(learner)) < 1e-6
+    assert {float(s["step"]) for s in learner.models.actor.optimizer.state.values()} == optimizer_steps
+    assert learner.models.kl_controller.value == pytest.approx(coefficient)
+    assert learner.publisher.versions == published
+    assert learner.writer.lines[3]["training/skipped"] == 1
+    learner.step()
+    assert (learner.progress.step, learner.progress.version, learner.progress.skipped_in_a_row) == (4, 3, 0)
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(learner_of: Callable[..., Learner]) -> None:
+    config = make_config("trainer.max_nonfinite_steps=2")
+    learner = learner_of(config, SimulatedFeed(_nan_at(config, group=0)))
+    learner.step()
+    with pytest.raises(LeewayError, match=r"2 steps in a row .* not finite"):
+        learner.step()
+
+
+# ---------------------------------------------------------------- stop and resume
+CRITIC = (
+    "algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [(), CRITIC], ids=["grpo", "critic and KL controller"])
+def test_resumed_equals_unbroken_on_recorded_rollouts(
+    learner_of: Callable[..., Learner], options: tuple[str, ...]
+) -> None:
+    """Checkpoints at steps 3 and 6. Stopped after step 5, steps 4 and 5 redone with the settings of their rows."""
+    config = make_config("trainer.save_freq=3", *options)
+    feed, whole_feed = (
+        SimulatedFeed(lambda step, version: make_groups(config, step, version=max(0, version - 1))) for _ in range(2)
+    )
+
+    def go_on(learner: Learner, until: int) -> None:
+        while learner.progress.step < until:
+            learner.control.limits = {"actor.optim.lr": 5e-4} if learner.progress.step in (3, 4) else {}
+            learner.step()
+
+    unbroken = learner_of(config, whole_feed, folder="unbroken")
+    go_on(unbroken, 8)
+
+    first = learner_of(config, feed)
+    go_on(first, 5)
+    writer = SimulatedWriter()
+    writer.lines = {step: line for step, line in first.writer.lines.items() if step != 5}
+    second = learner_of(config, feed, writer=writer)
+    assert (second.progress.step, second.progress.version, second.saved) == (5, 5, 3)
+    assert _distance(_weights(first), _weights(second)) < 1e-6
+    assert second.publisher.versions == []
+    assert (len(feed.step_rows), sorted(writer.lines)) == (5, [1, 2, 3, 4, 5])
+    assert second.progress == dataclasses.replace(first.progress, publications=second.progress.publications)
+    go_on(second, 8)
+    assert _distance(_weights(unbroken), _weights(second)) < 1e-6
+    assert second.models.kl_controller.value == pytest.approx(unbroken.models.kl_controller.value)
+
+
+def test_skipped_rows_are_passed_over_when_redone(learner_of: Callable[..., Learner]) -> None:
+    config = make_config()
+    feed = SimulatedFeed(_nan_at(config, step=2, group=0))
+    first = learner_of(config, feed)
+    for _ in range(3):
+        first.step()
+    second = learner_of(config, feed)
+    assert (second.progress.step, second.progress.version, second.progress.skipped) == (3, 2, 1)
+    assert _distance(_weights(first), _weights(second)) < 1e-6
+
+
+def test_steps_without_any_checkpoint_are_an_error_that_says_so(folder: Path, tmp_path: Path) -> None:
+    config = make_config()
+    feed = SimulatedFeed(lambda step, version: make_groups(config, step, version=version))
+    feed.step_rows = [None]  # type: ignore[list-item]
+    learner = make_learner(config, load_models(config, folder, alone()), feed, tmp_path)
+    with pytest.raises(CheckpointError, match="no valid checkpoint, but the ledger has 1 steps"):
+        resume.resume(learner, feed.attach())
+
+
+def test_the_run_ends_at_its_goal_its_steps_its_data_or_a_stop(learner_of: Callable[..., Learner]) -> None:
+    def perfect(config: Config) -> Callable[[int, int], list[Sample]]:
+        return lambda step, version: [
+            dataclasses.replace(s, reward=1.0) for s in make_groups(config, step, version=version)
+        ]
+
+    goal = make_config("run.goal_score=0.9", "run.goal_window=3", "run.max_steps=10")
+    learner = learner_of(goal, SimulatedFeed(perfect(goal)))
+    assert (learner.run(), learner.progress.step) == ("goal reached", 3)
+
+    few = make_config("run.max_steps=2")
+    learner = make_learner(few, learner.models, SimulatedFeed(perfect(few)), learner.run_dir)
+    assert (learner.run(), learner.progress.step) == ("max_steps reached", 2)
+
+    learner = make_learner(few, learner.models, SimulatedFeed(lambda step, version: None), learner.run_dir)
+    assert (learner.run(), learner.progress.step) == ("the data ended", 0)
+
+    learner.stop.set()
+    assert learner.run() == "stopped"
+
+
+def test_restoring_says_so(learner_of: Callable[..., Learner], caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config()
+    learner = learner_of(config, SimulatedFeed(_nan_at(config, group=3)))
+    with caplog.at_level(logging.INFO):
+        learner.step()
+    assert "step 1 skipped: actor is not finite" in caplog.text
+    assert "restores the weights of version 0" in caplog.text
