@@ -103,6 +103,7 @@ class GeneratorDesk:
             verdict = s.ledger.commit(peer.name, fields, now)
         except (WireError, LedgerError) as e:
             reason = e.reason if isinstance(e, WireError) else str(e).split(":")[0]
+            s.counted["refused"] += 1
             self._refuse(peer.identity, "sample", reason, f"{group}/{attempt}/{index}: {e}")
             if s.ledger.give_back(peer.name, (group, attempt), reason, retry=True):
                 s.send(peer.identity, "cancel", group=group, attempt=attempt, reason=reason)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 _KEPT_INCARNATIONS = 1_000
 _RATE_S = 10.0  # seconds over which the rate of tokens is measured
@@ -95,14 +94,15 @@ class Peers:
         self._turn = (self._turn + 1) % len(peers)
         return peers[self._turn :] + peers[: self._turn]
 
-    def figures(self) -> dict[str, Any]:
-        """What the generators report, summed or averaged over them."""
+    def figures(self) -> dict[str, float | None]:
+        """What the generators report, summed or averaged over them; None: nobody has reported it."""
         peers = list(self._by_name.values())
         idle = [p.stats["idle_ratio"] for p in peers if "idle_ratio" in p.stats]
         return {
-            "count": len(peers),
-            "versions": {p.name: p.version for p in peers},
-            "idle_ratio": sum(idle) / len(idle) if idle else None,
-            "tokens_per_s": sum(p.tokens_per_s for p in peers),
-            "num_running": sum(p.stats.get("running", 0.0) for p in peers),
+            "generator/count": len(peers),
+            "generator/idle_ratio": sum(idle) / len(idle) if idle else None,
+            "generator/tokens_per_s": sum(p.tokens_per_s for p in peers),
+            "generator/num_running": sum(p.stats.get("running", 0.0) for p in peers),
+            "generator/version_min": min((p.version for p in peers), default=None),
+            "generator/version_max": max((p.version for p in peers), default=None),
         }

@@ -69,7 +69,7 @@ class Service:
     closing: bool = False  # nothing is leased any more
     vocab_size: int | None = None
     refused: Counter[str] = field(default_factory=Counter)  # messages, by reason
-    counted: Counter[str] = field(default_factory=Counter)  # samples: stored, duplicate, late
+    counted: Counter[str] = field(default_factory=Counter)  # samples: stored, duplicate, late, refused
     learner_heard_at: float | None = None
     _samples: list[NewSample] = field(default_factory=list)
     _outbox: list[tuple[bytes, list[bytes]]] = field(default_factory=list)

@@ -11,28 +11,33 @@ from broker.service import Service
 def stats(s: Service) -> dict[str, Any]:
     """Figures of one moment, given with each acknowledged step.
 
-    ``states`` (group attempts of training by state; they add up to ``issued``), ``dropped``
-    (groups by reason), ``dropped_by_length`` (by reason and by mean tokens a sample, as the power of
-    two above), ``samples`` (stored, duplicate, late), ``refused`` (messages by reason),
-    ``overlap_ratio`` (None: not known yet), ``generators`` (count, versions, idle_ratio,
-    tokens_per_s, num_running), ``ledger_bytes``.
+    ``states`` are the group attempts of training by state, which add up to ``issued``; ``dropped``
+    are groups by reason, ``dropped_by_length`` by reason and by mean tokens a sample (the power of two
+    above); ``versions`` are those the generators hold. Numbers under a name with a slash are metrics,
+    see docs/metrics.md; one that is not known yet is missing.
     """
-    ledger = s.ledger
-    counts = ledger.counts["train"]
+    ledger, drops = s.ledger, s.ledger.drops
+    counts, size = ledger.counts["train"], ledger.rules.group_size
+    metrics = {
+        "queue/issued": ledger.issued,
+        "queue/dropped_samples": sum(d.count for d in drops.values()) * size,
+        "queue/refused_samples": s.counted["refused"],
+        "queue/duplicate_samples": s.counted["duplicate"],
+        "queue/late_samples": s.counted["late"],
+        "queue/ready_samples": counts["ready"] * size,
+        "queue/exhausted_prompts": ledger.counters.num_exhausted,
+        "queue/ledger_bytes": s.store.size_bytes(),
+        "generator/overlap_ratio": s.overlap.ratio,
+        **s.peers.figures(),
+    }
     return {
         "states": {state: counts[state] for state in STATES if state != "scored"},
         "issued": ledger.issued,
-        "dropped": {reason: d.count for reason, d in ledger.drops.items()},
-        "dropped_tokens": {reason: d.tokens for reason, d in ledger.drops.items()},
-        "dropped_by_length": {r: {str(k): n for k, n in sorted(d.by_length.items())} for r, d in ledger.drops.items()},
-        "dropped_samples": sum(d.count for d in ledger.drops.values()) * ledger.rules.group_size,
-        "ready_samples": counts["ready"] * ledger.rules.group_size,
-        "prompts_exhausted": ledger.counters.num_exhausted,
-        "samples": {name: s.counted[name] for name in ("stored", "duplicate", "late")},
+        "dropped": {reason: d.count for reason, d in drops.items()},
+        "dropped_by_length": {r: {str(k): n for k, n in sorted(d.by_length.items())} for r, d in drops.items()},
         "refused": dict(s.refused),
-        "overlap_ratio": s.overlap.ratio,
-        "generators": s.peers.figures(),
-        "ledger_bytes": s.store.size_bytes(),
+        "versions": {p.name: p.version for p in s.peers},
+        **{name: value for name, value in metrics.items() if value is not None},
     }
 
 
@@ -40,7 +45,6 @@ def status(s: Service) -> dict[str, Any]:
     """The above, and where everybody stands."""
     ledger, c, now = s.ledger, s.ledger.counters, s.clock()
     return {
-        **stats(s),
         "run": s.config.run.id,
         "version": c.version,
         "step": c.step,
@@ -49,8 +53,9 @@ def status(s: Service) -> dict[str, Any]:
         "staleness_limit": ledger.limit,
         "checkpoint": ledger.checkpoint,
         "next_prompt": c.next_prompt,
-        "eval": {state: n for state, n in ledger.counts["eval"].items() if n},
         "claimed_step": ledger.claimed.step if ledger.claimed else None,
+        **stats(s),
+        "evaluation": {state: n for state, n in ledger.counts["eval"].items() if n},
         "learner_silent_s": None if s.learner_heard_at is None else round(now - s.learner_heard_at, 1),
         "peers": [
             {
@@ -59,7 +64,6 @@ def status(s: Service) -> dict[str, Any]:
                 "capacity": p.capacity,
                 "owes": ledger.load_of(p.name),
                 "silent_s": round(now - p.heard_at, 1),
-                "waits_for": p.waits_for,
             }
             for p in s.peers
         ],
@@ -67,17 +71,15 @@ def status(s: Service) -> dict[str, Any]:
     }
 
 
-def waits(s: Service) -> list[dict[str, Any]]:
+def waits(s: Service) -> list[str]:
     """Who waits for what, since when."""
     now = s.clock()
-    found = [
-        {"who": p.name, "for": p.waits_for, "since_s": round(now - p.waits_since, 1)} for p in s.peers if p.waits_for
-    ]
+    lines = [f"{p.name} waits: {p.waits_for}, for {now - p.waits_since:.1f} s" for p in s.peers if p.waits_for]
     if s.parked is not None:
-        found.append({"who": "learner", "for": s.parked.reason, "since_s": round(now - s.parked.since, 1)})
+        lines.append(f"learner waits: {s.parked.reason}, for {now - s.parked.since:.1f} s")
     if s.ledger.claimed is not None:
-        found.append({"who": "broker", "for": f"the learner's step {s.ledger.claimed.step}", "since_s": None})
-    return found
+        lines.append(f"broker waits: step {s.ledger.claimed.step} is at the learner")
+    return lines
 
 
 def why_not_ready(s: Service, reason: str) -> str:

@@ -1,0 +1,275 @@
+"""Random operations on a ledger and what must hold after each of them.
+
+A generator, a learner and a broker that crashes are played by one ``Walk``; ``pick(n)`` chooses one
+of n possibilities, from a seed or from hypothesis. What an acknowledgement would have told somebody
+counts only once it is committed, as in the real broker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from broker.records import Claim, Rules
+from broker.store import NewSample, Store
+from common.errors import FencedError
+
+B, N = 3, 2
+GENERATORS = ("a", "b", "c")
+RULES = Rules(group_size=N, batch_size=B, max_attempts=3, lease_timeout_s=10.0, lease_limit_s=60.0)
+
+
+class Walk:
+    def __init__(self, pick: Callable[[int], int], ledger_class, store: Store | None = None, *, limit=1):
+        self.pick, self.ledger_class, self.store = pick, ledger_class, store
+        self.ledger = ledger_class(RULES, limit=limit, snapshot=store.snapshot() if store else None)
+        self.now = 0.0
+        self.held = dict.fromkeys(GENERATORS, 0)
+        self.num_learners = 0
+        self.epoch = 0
+        self.steps: list[tuple[int, Claim, bool]] = []  # acknowledged and committed
+        self.trained: dict[int, int] = {}  # group -> step
+        self.stored: set[tuple[int, int, int]] = set()  # committed samples
+        self._samples: list[NewSample] = []
+        self._acknowledged: list[tuple[int, Claim, bool]] = []
+        self._ended: list[tuple[int, int]] = []  # attempts that were live, newest last
+        self.done: Counter[str] = Counter()
+        self.attach()
+        self.commit()
+
+    OPERATIONS = (
+        "lease", "lease", "lease", "sample", "sample", "sample", "sample", "sample", "finish", "finish", "duplicate",
+        "stray", "fault", "progress", "give_back", "forget", "expire", "update", "update", "claim", "claim", "claim",
+        "acknowledge", "acknowledge", "skip", "give_batch_back", "attach", "old_epoch", "set_limit", "stop", "commit",
+        "commit", "crash",
+    )  # fmt: skip
+
+    def step(self):
+        name = self.OPERATIONS[self.pick(len(self.OPERATIONS))]
+        getattr(self, name)()
+        self.done[name] += 1
+        self.check()
+
+    # ------------------------------------------------------------ generators
+    def lease(self):
+        g = GENERATORS[self.pick(3)]
+        held, v = self.held[g], self.ledger.counters.version
+        before = self.ledger.outstanding
+        attempt = self.ledger.lease(g, "1", held, self.now)
+        if attempt is not None:
+            assert before < (self.ledger.limit + 1 - (v - held)) * B, "leased beyond the gate"
+            assert attempt.group not in self.trained, "leased again after it was trained"
+
+    def _some_lease(self):
+        leased = [a for g in GENERATORS for a in self.ledger.leases_of(g)]
+        return leased[self.pick(len(leased))] if leased else None
+
+    def _header(self, attempt, index, **changes):
+        v = self.ledger.counters.version
+        low = attempt.held - (self.pick(20) == 0 and attempt.held > 0)  # now and then older than what was held
+        oldest = min(v, low + self.pick(2))
+        return {
+            "group": attempt.group,
+            "attempt": attempt.attempt,
+            "index": index,
+            "crc": 0,
+            "num_tokens": 1 + self.pick(9),
+            "num_live_tokens": 1,
+            "reward": 1.0,
+            "truncated": False,
+            "oldest": oldest,
+            "newest": v,
+            "fault": None,
+            **changes,
+        }
+
+    def _deliver(self, generator, header):
+        verdict = self.ledger.commit(generator, header, self.now)
+        if verdict == "stored":
+            key = (header["group"], header["attempt"], header["index"])
+            assert key not in self.stored and key not in {_key(s) for s in self._samples}, "stored twice"
+            self._samples.append(NewSample(header, b"x", generator, ((header["oldest"], 0, 1),)))
+        return verdict
+
+    def sample(self):
+        attempt = self._some_lease()
+        if attempt is not None:
+            missing = [i for i in range(N) if i not in attempt.samples]
+            header = self._header(attempt, missing[self.pick(len(missing))])
+            assert self._deliver(attempt.generator, header) == "stored"
+
+    def finish(self):
+        attempt = self._some_lease()
+        while attempt is not None and attempt.state == "leased":
+            missing = [i for i in range(N) if i not in attempt.samples]
+            self._deliver(attempt.generator, self._header(attempt, missing[0]))
+
+    def duplicate(self):
+        everything = [a for a in self.ledger.live.values() if a.samples]
+        if everything:
+            attempt = everything[self.pick(len(everything))]
+            index = sorted(attempt.samples)[self.pick(len(attempt.samples))]
+            assert self._deliver(attempt.generator, self._header(attempt, index)) == "duplicate"
+
+    def stray(self):
+        """A sample of a lease that ended, or of another generator's."""
+        if self._ended:
+            group, attempt = self._ended[self.pick(len(self._ended))]
+            header = dict(
+                group=group, attempt=attempt, index=0, num_tokens=1, oldest=0, newest=0, fault=None, reward=1.0
+            )
+            assert self._deliver("a", header) == "late"
+
+    def fault(self):
+        attempt = self._some_lease()
+        if attempt is not None:
+            missing = [i for i in range(N) if i not in attempt.samples]
+            self._deliver(attempt.generator, self._header(attempt, missing[0], fault="reward_error", reward=None))
+            assert attempt.state == "dropped"
+
+    def progress(self):
+        attempt = self._some_lease()
+        if attempt is not None:
+            assert self.ledger.progress(attempt.generator, attempt.key, self.pick(50), self.now)
+
+    def give_back(self):
+        attempt = self._some_lease()
+        if attempt is not None:
+            assert self.ledger.give_back(attempt.generator, attempt.key, "no", retry=self.pick(3) > 0)
+
+    def forget(self):
+        self.ledger.forget_generator(GENERATORS[self.pick(3)], "generator_lost")
+
+    def expire(self):
+        self.now += self.pick(12)
+        self.ledger.expire(self.now)
+        for g in GENERATORS:
+            for attempt in self.ledger.leases_of(g):
+                assert self.now < attempt.renewed_at + RULES.lease_timeout_s, "a lease without progress lives on"
+                assert self.now < attempt.leased_at + RULES.lease_limit_s
+
+    def update(self):
+        """A generator gets the newest weights."""
+        self.held[GENERATORS[self.pick(3)]] = self.ledger.counters.version
+
+    # ------------------------------------------------------------ the learner
+    def attach(self):
+        self.num_learners += 1
+        self.epoch = self.ledger.attach("learner", str(self.num_learners))
+        assert self.ledger.claimed is None
+
+    def old_epoch(self):
+        for call in (self.ledger.claim, self.ledger.acknowledge):
+            try:
+                call(self.epoch - 1, 1, version=0, num_groups=B) if call == self.ledger.claim else call(
+                    self.epoch - 1, 1, applied=True
+                )
+            except FencedError:
+                continue
+            raise AssertionError("an old epoch was served")
+
+    def claim(self):
+        c = self.ledger.counters
+        claim = self.ledger.claim(self.epoch, c.step + 1, c.version, B)
+        if isinstance(claim, Claim):
+            ages = [claim.version - self.ledger.live[key].oldest for key in claim.keys]
+            assert min(ages) >= 0 and max(ages) <= claim.limit, "claimed too old"
+            assert len(claim.keys) == B and len({g for g, _ in claim.keys}) == B
+
+    def acknowledge(self, applied=True):
+        claim = self.ledger.claimed
+        if claim is None:
+            return
+        for key in claim.keys:
+            oldest = min(h["oldest"] for h in self.ledger.live[key].samples.values())
+            assert claim.version - oldest <= claim.limit, "trained too old"
+            assert key[0] not in self.trained, "trained twice"
+        before = self.ledger.counters.version
+        for _ in range(1 + self.pick(2)):  # now and then the answer is lost and it is asked again
+            self.ledger.acknowledge(self.epoch, claim.step, applied=applied)
+        assert self.ledger.counters.version == before + applied
+        self._acknowledged.append((claim.step, claim, applied))
+        if applied:
+            self.trained |= {g: claim.step for g, _ in claim.keys}
+
+    def skip(self):
+        if self.pick(4) == 0:
+            self.acknowledge(applied=False)
+
+    def give_batch_back(self):
+        if self.ledger.claimed is not None:
+            assert self.ledger.return_claim(self.epoch, self.ledger.claimed.step)
+
+    def set_limit(self):
+        self.ledger.set_limit(self.pick(3))
+
+    def stop(self):
+        if self.pick(5) == 0:
+            self.ledger.release_leases("shutdown")
+
+    # ------------------------------------------------------------ disk
+    def commit(self):
+        self._ended = (self._ended + [a.key for a in self.ledger._dirty.values() if a.key not in self.ledger.live])[
+            -50:
+        ]
+        changes = self.ledger.take_changes()
+        if self.store is not None:
+            self.store.commit(changes, self._samples)
+            assert comparable(self.store.snapshot()) == comparable(self.ledger.snapshot()), "restored differently"
+        self.stored |= {_key(s) for s in self._samples}
+        self.steps += self._acknowledged
+        self._samples, self._acknowledged = [], []
+        self.ledger.cancels.clear()
+
+    def crash(self):
+        """What was not committed is gone; nobody was told of it."""
+        if self.store is None or self.pick(3):
+            return
+        self.ledger = self.ledger_class(RULES, limit=self.ledger.limit, snapshot=self.store.snapshot(), now=self.now)
+        for _, claim, applied in self._acknowledged:
+            for group, _ in claim.keys if applied else ():
+                del self.trained[group]
+        self._samples, self._acknowledged = [], []
+        self.epoch = self.ledger.counters.epoch  # a lost attach is asked again
+        self.held = {g: min(v, self.ledger.counters.version) for g, v in self.held.items()}
+
+    # ------------------------------------------------------------ what always holds
+    def check(self):
+        ledger = self.ledger
+        live = Counter(a.state for a in ledger.live.values() if a.lane == "train")
+        counts = ledger.counts["train"]
+        assert all(counts[s] == live[s] for s in ("pending", "leased", "ready", "claimed")), "counts are wrong"
+        assert min(counts.values(), default=0) >= 0 and ledger.issued == sum(counts.values())
+        assert counts["trained"] == len(self.trained), "trained groups are miscounted"
+        assert counts["dropped"] == sum(d.count for d in ledger.drops.values())
+        groups = [a.group for a in ledger.live.values()]
+        assert len(groups) == len(set(groups)), "two live attempts of one group"
+        for a in ledger.live.values():
+            if a.state in ("leased", "ready") and a.missing == 0:
+                assert ledger.counters.version - a.oldest <= ledger.limit, "doomed, but still outstanding"
+            assert a.state != "leased" or a.missing, "complete, but not ready"
+        applied = sum(applied for *_, applied in [*self.steps, *self._acknowledged])
+        assert ledger.counters.version == applied, "version and ledger disagree"
+        assert ledger.counters.step == len(self.steps) + len(self._acknowledged)
+
+
+def _key(s: NewSample) -> tuple[int, int, int]:
+    return s.header["group"], s.header["attempt"], s.header["index"]
+
+
+def comparable(snapshot):
+    """Without what a restored ledger begins anew: times and progress of leases."""
+    live = [
+        replace(a, leased_at=0, renewed_at=0, num_tokens=0 if a.state == "leased" else a.num_tokens)
+        for a in snapshot.live
+    ]
+    return replace(snapshot, live=live)
+
+
+def reachable(walk: Walk) -> None:
+    """The walk has been everywhere it should."""
+    reasons = set(walk.ledger.drops)
+    expected = {"stale", "lease_expired", "generator_lost", "reward_error", "no", "skipped"}
+    assert expected <= reasons, f"never dropped: {expected - reasons}"
+    assert len(walk.steps) > 50 and walk.ledger.counters.num_exhausted > 0

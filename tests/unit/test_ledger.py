@@ -1,0 +1,336 @@
+"""The state machine of the ledger: each promise by a short example. Random schedules: test_ledger_machine.py."""
+
+import pytest
+
+from broker.ledger import Ledger
+from broker.records import Claim, Rules
+from common.errors import FencedError, LedgerError
+
+B, N = 2, 2
+
+
+def make(limit=1, **rules):
+    defaults = dict(group_size=N, batch_size=B, max_attempts=2, lease_timeout_s=10.0, lease_limit_s=100.0)
+    return Ledger(Rules(**{**defaults, **rules}), limit=limit)
+
+
+def header(attempt, index, *, version=0, **changes):
+    return {
+        "group": attempt.group, "attempt": attempt.attempt, "index": index, "crc": 1, "num_tokens": 6,
+        "num_live_tokens": 6, "reward": 1.0, "truncated": False, "oldest": version, "newest": version, "fault": None,
+        **changes,
+    }  # fmt: skip
+
+
+def lease(ledger, now=0.0, held=None, generator="g"):
+    held = ledger.counters.version if held is None else held
+    return ledger.lease(generator, "1", held, now)
+
+
+def finish(ledger, attempt, *, now=0.0, version=None, generator="g"):
+    version = attempt.held if version is None else version
+    for index in range(attempt.size):
+        assert ledger.commit(generator, header(attempt, index, version=version), now) == "stored"
+
+
+def train_step(ledger, epoch):
+    """Lease, finish, claim and acknowledge one batch."""
+    while ledger.counts["train"]["ready"] < B:
+        finish(ledger, lease(ledger))
+    c = ledger.counters
+    claim = ledger.claim(epoch, c.step + 1, c.version, B)
+    ledger.acknowledge(epoch, claim.step, applied=True)
+    return claim
+
+
+def states(ledger, lane="train"):
+    counts = {state: n for state, n in ledger.counts[lane].items() if n}
+    assert sum(counts.values()) == (ledger.issued if lane == "train" else sum(counts.values()))
+    return counts
+
+
+def test_a_group_goes_from_lease_to_step():
+    ledger = make()
+    epoch = ledger.attach("learner", "1")
+    first, second = lease(ledger), lease(ledger)
+    assert (first.group, second.group, first.prompt, second.prompt) == (0, 1, 0, 1)
+    finish(ledger, second)
+    assert states(ledger) == {"leased": 1, "ready": 1}
+    assert ledger.claim(epoch, 1, 0, B) == "1 of 2 groups are ready for step 1"
+    finish(ledger, first)
+    claim = ledger.claim(epoch, 1, 0, B)
+    assert claim == Claim(epoch=1, step=1, version=0, limit=1, short=False, keys=((0, 0), (1, 0)))
+    assert states(ledger) == {"claimed": 2}
+    ledger.acknowledge(epoch, 1, applied=True)
+    assert states(ledger) == {"trained": 2} and ledger.counters.version == 1 and not ledger.live
+
+
+def test_a_group_is_ready_with_its_last_sample_and_the_first_committed_wins():
+    ledger = make()
+    attempt = lease(ledger)
+    assert ledger.commit("g", header(attempt, 1), 0.0) == "stored"
+    assert ledger.commit("g", header(attempt, 1, reward=0.0), 0.0) == "duplicate"
+    assert states(ledger) == {"leased": 1} and ledger.load_of("g") == 1
+    assert ledger.commit("g", header(attempt, 0), 0.0) == "stored"
+    assert ledger.commit("g", header(attempt, 0), 0.0) == "duplicate"
+    assert states(ledger) == {"ready": 1} and attempt.samples[1]["reward"] == 1.0
+
+
+def test_lease_gate_by_value():
+    ledger = make(limit=1)
+    epoch = ledger.attach("learner", "1")
+    assert lease(ledger, held=-1) is None and ledger.refusal(-1) == "no weights held yet"
+    assert lease(ledger, held=1) is None and "newer than the learner's 0" in ledger.refusal(1)
+    leased = [lease(ledger) for _ in range(2 * B)]
+    assert None not in leased and lease(ledger) is None  # N < (η + 1)·B
+    assert ledger.refusal(0) == "staleness gate: 4 groups outstanding at version 0, 0 held"
+    for attempt in leased[:B]:
+        finish(ledger, attempt)
+    assert isinstance(ledger.claim(epoch, 1, 0, B), Claim)
+    assert lease(ledger) is None  # claimed groups count
+    ledger.acknowledge(epoch, 1, applied=True)
+    assert lease(ledger, held=0) is None  # one version behind: N < η·B, and N is B
+    assert lease(ledger, held=1) is not None
+
+
+def test_what_can_no_longer_be_trained_leaves_at_once_and_is_tried_again():
+    ledger = make(limit=0)
+    epoch = ledger.attach("learner", "1")
+    slow = lease(ledger)
+    finish(ledger, lease(ledger))
+    ledger.progress("g", slow.key, 40, 1.0)
+    claim = ledger.claim(epoch, 1, 0, 1)
+    ledger.acknowledge(epoch, 1, applied=True)
+    assert claim.keys == ((1, 0),)
+    assert ledger.cancels == [("g", (0, 0), "stale")]  # its generator is told
+    assert states(ledger) == {"trained": 1, "dropped": 1, "pending": 1} and ledger.outstanding == 0
+    drops = ledger.drops["stale"]
+    assert (drops.count, drops.tokens, drops.by_length) == (1, 40, {32: 1})  # 20 tokens a sample
+    assert ledger.commit("g", header(slow, 0), 2.0) == "late"
+    again = lease(ledger)
+    assert again.key == (0, 1) and again.prompt == slow.prompt and again.held == 1
+
+
+def test_a_group_whose_tokens_are_too_old_when_it_is_complete_is_dropped():
+    ledger = make(limit=1)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(3):
+        train_step(ledger, epoch)
+    attempt = lease(ledger)
+    ledger.commit("g", header(attempt, 0, version=3), 0.0)
+    ledger.commit("g", header(attempt, 1, version=1), 0.0)  # a token of version 1 at version 3, limit 1
+    assert ledger.drops["stale"].count == 1 and (attempt.group, 1) in ledger.live
+
+
+def test_claims_are_ordered_by_deadline_and_take_nothing_too_old():
+    ledger = make(limit=2)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(2):
+        train_step(ledger, epoch)
+    young, old = lease(ledger, held=2), lease(ledger, held=1)
+    finish(ledger, young)
+    finish(ledger, old)
+    assert [k[0] for k in ledger.claim(epoch, 3, 2, B).keys] == [old.group, young.group]
+
+
+def test_the_claim_gate_does_not_rely_on_the_dropping_of_doomed_groups():
+    ledger = make(limit=1)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(B):
+        finish(ledger, lease(ledger))
+    ledger.counters.version = 2  # as if nothing had been dropped when the version rose
+    assert ledger.claim(epoch, 1, 2, B) == "0 of 2 groups are ready for step 1"
+    ledger.counters.version = 1
+    assert isinstance(ledger.claim(epoch, 1, 1, B), Claim)
+
+
+def test_attempts_are_bounded_and_a_fresh_prompt_takes_the_place():
+    ledger = make(max_attempts=2)
+    first = lease(ledger)
+    ledger.give_back("g", first.key, "reward_error", retry=True)
+    second = lease(ledger)
+    assert second.key == (first.group, 1)
+    ledger.give_back("g", second.key, "reward_error", retry=True)
+    assert ledger.counters.num_exhausted == 1 and states(ledger) == {"dropped": 2}
+    assert lease(ledger).prompt == 1
+    ledger.give_back("g", (1, 0), "prompt_too_long", retry=False)
+    assert ledger.counters.num_exhausted == 2 and states(ledger) == {"dropped": 3}
+
+
+def test_a_fault_drops_the_group_and_the_prompt_is_tried_again():
+    ledger = make()
+    attempt = lease(ledger)
+    ledger.commit("g", header(attempt, 0), 0.0)
+    ledger.commit("g", header(attempt, 1, reward=None, fault="reward_timeout"), 0.0)
+    assert ledger.drops["reward_timeout"].count == 1 and ledger.cancels == [("g", attempt.key, "reward_timeout")]
+    assert (attempt.group, 1) in ledger.live
+
+
+def test_leases_expire_without_progress_and_at_the_limit():
+    ledger = make(lease_timeout_s=10.0, lease_limit_s=25.0)
+    attempt = lease(ledger, now=0.0)
+    assert ledger.next_expiry() == 10.0
+    ledger.progress("g", attempt.key, 5, 8.0)
+    ledger.progress("g", attempt.key, 5, 9.5)  # no new token: not renewed
+    assert ledger.expire(10.0) == 0 and ledger.next_expiry() == 18.0
+    assert ledger.expire(17.9) == 0
+    ledger.commit("g", header(attempt, 0), 17.9)
+    ledger.progress("g", attempt.key, 50, 24.0)
+    assert ledger.expire(24.9) == 0 and ledger.expire(25.0) == 1
+    assert ledger.drops["lease_limit"].count == 1
+    second = lease(ledger, now=30.0)
+    assert ledger.expire(40.0) == 1 and ledger.drops["lease_expired"].count == 1
+    assert ledger.progress("g", second.key, 9, 41.0) is False
+
+
+def test_a_generator_that_returns_after_its_lease_went_to_another_trains_nothing_twice():
+    ledger = make()
+    first = lease(ledger, generator="a")
+    ledger.forget_generator("a", "generator_lost")
+    second = lease(ledger, generator="b")
+    assert second.key == (first.group, 1)
+    assert ledger.commit("a", header(first, 0), 0.0) == "late"
+    assert ledger.commit("a", header(second, 0), 0.0) == "late"  # not its lease
+    finish(ledger, second, generator="b")
+    assert states(ledger) == {"dropped": 1, "ready": 1}
+
+
+def test_a_restarted_generator_loses_the_leases_of_its_predecessor_only():
+    ledger = make()
+    ledger.lease("g", "old", 0, 0.0)
+    kept = ledger.lease("g", "new", 0, 0.0)
+    assert ledger.forget_generator("g", "generator_restarted", but="new") == 1
+    assert ledger.leases_of("g") == [kept]
+
+
+def test_a_new_epoch_fences_the_old_one_and_returns_its_claim():
+    ledger = make()
+    first = ledger.attach("learner", "1")
+    assert ledger.attach("learner", "1") == first == 1
+    for _ in range(B):
+        finish(ledger, lease(ledger))
+    claim = ledger.claim(first, 1, 0, B)
+    assert ledger.claim(first, 1, 0, B) is claim  # asked again
+    second = ledger.attach("learner", "2")
+    assert second == 2 and states(ledger) == {"ready": 2}
+    with pytest.raises(FencedError, match="epoch 1 is over"):
+        ledger.acknowledge(first, 1, applied=True)
+    assert ledger.claim(second, 1, 0, B).keys == claim.keys
+    ledger.acknowledge(second, 1, applied=True)
+    ledger.acknowledge(second, 1, applied=True)  # repeated: nothing changes
+    assert ledger.counters.version == 1
+    third = ledger.attach("learner", "3")
+    with pytest.raises(LedgerError, match="acknowledgement of step 1 refused"):
+        ledger.acknowledge(third, 1, applied=True)  # acknowledged, but not in this epoch
+
+
+@pytest.mark.parametrize(("step", "version"), [(1, 0), (3, 1), (2, 0), (2, 2)])
+def test_only_the_next_step_at_the_standing_version_can_be_claimed(step, version):
+    ledger = make()
+    epoch = ledger.attach("learner", "1")
+    train_step(ledger, epoch)
+    with pytest.raises(LedgerError, match="the next is step 2 at version 1"):
+        ledger.claim(epoch, step, version, B)
+
+
+def test_a_skipped_step_makes_no_version_and_drops_its_groups():
+    ledger = make()
+    epoch = ledger.attach("learner", "1")
+    for _ in range(B):
+        finish(ledger, lease(ledger))
+    ledger.claim(epoch, 1, 0, B)
+    ledger.acknowledge(epoch, 1, applied=False, reason="nonfinite")
+    assert ledger.counters.version == 0 and ledger.counters.step == 1
+    assert states(ledger) == {"dropped": 2} and ledger.drops["nonfinite"].count == 2
+
+
+def test_a_returned_batch_is_ready_again():
+    ledger = make()
+    epoch = ledger.attach("learner", "1")
+    for _ in range(B):
+        finish(ledger, lease(ledger))
+    keys = ledger.claim(epoch, 1, 0, B).keys
+    assert ledger.return_claim(epoch, 1) and not ledger.return_claim(epoch, 1)
+    assert states(ledger) == {"ready": 2}
+    assert ledger.claim(epoch, 1, 0, B).keys == keys
+
+
+def test_another_limit_acts_from_the_next_claim():
+    ledger = make(limit=2)
+    epoch = ledger.attach("learner", "1")
+    train_step(ledger, epoch)
+    old, young = lease(ledger, held=0), lease(ledger, held=1)
+    for attempt in (old, young):
+        finish(ledger, attempt)
+    claim = ledger.claim(epoch, 2, 1, B)
+    ledger.set_limit(0)
+    assert ledger.claimed is claim and claim.limit == 2  # the claim keeps the limit it was made with
+    ledger.return_claim(epoch, 2)
+    assert ledger.drops["stale"].count == 1 and states(ledger)["ready"] == 1
+
+
+def test_the_end_of_the_data_is_a_short_batch_then_none():
+    ledger = make(num_prompts=3)
+    epoch = ledger.attach("learner", "1")
+    train_step(ledger, epoch)
+    last = lease(ledger)
+    assert lease(ledger) is None and ledger.refusal(1) == "the data ended"
+    assert ledger.claim(epoch, 2, 1, B) == "0 of 2 groups are ready for step 2"  # the last one may yet come
+    finish(ledger, last)
+    claim = ledger.claim(epoch, 2, 1, B)
+    assert claim.short and claim.keys == ((2, 0),)
+    ledger.acknowledge(epoch, 2, applied=True)
+    assert ledger.claim(epoch, 3, 2, B) is None
+
+
+def test_bad_samples_are_refused():
+    ledger = make()
+    attempt = lease(ledger)
+    with pytest.raises(LedgerError, match="bad_index: sample 2 of a group of 2"):
+        ledger.commit("g", header(attempt, 2), 0.0)
+    with pytest.raises(LedgerError, match="bad_version: 1 is newer"):
+        ledger.commit("g", header(attempt, 0, version=1), 0.0)
+    ledger.counters.floor = 1
+    ledger.counters.version = 1
+    with pytest.raises(LedgerError, match="bad_version: 0 is older"):
+        ledger.commit("g", header(attempt, 0, version=0), 0.0)
+    assert "older than the rollback" in ledger.refusal(0)
+
+
+def test_evaluation_is_outside_the_gate_and_waits_for_its_version():
+    ledger = make(limit=0)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(B):
+        lease(ledger)
+    ledger.validate(epoch, 0, 1, num_prompts=2)
+    ledger.validate(epoch, 0, 1, num_prompts=2)
+    assert lease(ledger, held=0) is None and ledger.next_size(0) == N
+    ledger.counters.version = 1
+    first, second = lease(ledger, held=1), lease(ledger, held=1)
+    assert (first.lane, first.prompt, first.size, second.prompt) == ("eval", 0, 1, 1)
+    finish(ledger, first, version=1)
+    assert not ledger.validations[0].done
+    for _ in range(2):  # the second prompt fails twice
+        key = second.key
+        ledger.give_back("g", key, "prompt_too_long", retry=True)
+        second = lease(ledger, held=1) if (key[0], 1) in ledger.live else second
+    validation = ledger.validations[0]
+    assert (validation.done, validation.num_scored, validation.num_dropped, validation.total) == (True, 1, 1, 1.0)
+    assert states(ledger, "eval") == {"scored": 1, "dropped": 2} and ledger.outstanding == B
+    assert not ledger.drops  # drops are about training
+
+
+def test_stop_releases_leases_without_spending_attempts():
+    ledger = make(max_attempts=1)
+    attempt = lease(ledger)
+    assert ledger.release_leases("shutdown") == 1
+    assert states(ledger) == {"dropped": 1, "pending": 1}
+    assert lease(ledger).key == (attempt.group, 1)
+
+
+def test_a_checkpoint_is_valid_only_of_an_acknowledged_step():
+    ledger = make()
+    epoch = ledger.attach("learner", "1")
+    ledger.checkpoint_valid(epoch, 0, "step_0")
+    with pytest.raises(LedgerError, match="step 0 was the last acknowledged"):
+        ledger.checkpoint_valid(epoch, 1, "step_1")

@@ -1,0 +1,94 @@
+"""Random schedules of everything that can happen to a ledger, crashes included."""
+
+import random
+import types
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+import broker.ledger
+from broker.ledger import Ledger
+from broker.store import Store
+from common import staleness
+from tests.ledger_walk import Walk, reachable
+
+
+def walk(seed, *, ops, ledger_class=Ledger, store=None):
+    rng = random.Random(seed)
+    walk = Walk(rng.randrange, ledger_class, store)
+    for _ in range(ops):
+        walk.step()
+    return walk
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_seeded_walk_in_memory(seed):
+    reachable(walk(seed, ops=12_000))
+
+
+def test_seeded_walk_on_disk_with_crashes(tmp_path):
+    store = Store(tmp_path / "ledger.sqlite", identity={})
+    found = walk(0, ops=4_000, store=store)
+    assert found.done["crash"] > 50
+    found.commit()
+    stored = {tuple(row) for row in store._db.execute("SELECT grp, attempt, idx FROM samples")}
+    assert stored == found.stored  # everything acknowledged is there, and nothing else
+    trained = dict(store._db.execute("SELECT grp, step FROM attempts WHERE state = 'trained'"))
+    assert trained == found.trained
+    store.close()
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(data=st.data(), limit=st.integers(0, 2))
+    def begin(self, data, limit):
+        self.walk = Walk(lambda n: data.draw(st.integers(0, n - 1)), Ledger, limit=limit)
+
+    @rule(name=st.sampled_from(Walk.OPERATIONS), data=st.data())
+    def operate(self, name, data):
+        self.walk.pick = lambda n: data.draw(st.integers(0, n - 1))
+        getattr(self.walk, name)()
+        self.walk.check()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+
+# what is put in the place of what, in broker/ledger.py
+FAULTS = {
+    "dedup skipped": ("if index in attempt.samples:", "if False:"),
+    "lost expiry": ("heapq.heappush(self._expiries, (due, key))", "pass"),
+    "doomed groups stay": ("c.version += 1\n            self._drop_doomed()", "c.version += 1"),
+    "claim survives its epoch": ("self._return_claimed()\n            self.attached", "self.attached"),
+    "no fence": ("if epoch != self.counters.epoch or epoch == 0:", "if False:"),
+    "lease gate open": ("if not staleness.may_lease(", "if False and not staleness.may_lease("),
+    "version raised by a skipped step": ("if applied:\n            c.version", "if True:\n            c.version"),
+    "late samples taken": (
+        'if attempt is None or attempt.generator != generator:\n            return "late"',
+        'if attempt is None:\n            return "stored"',
+    ),
+    "repeated acknowledgement counts again": ("c.epoch_start < step <= c.step:", "c.epoch_start < step < c.step:"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_seeded_faults_of_the_state_machine_are_caught(fault):
+    source = Path(broker.ledger.__file__).read_text()
+    right, wrong = FAULTS[fault]
+    assert source.count(right) == 1, "the code has changed: mend the list of faults"
+    module = types.ModuleType("faulty_ledger")
+    exec(compile(source.replace(right, wrong), "faulty_ledger", "exec"), module.__dict__)
+    with pytest.raises(Exception):  # noqa: B017 (which check finds it does not matter)
+        for seed in range(3):
+            walk(seed, ops=4_000, ledger_class=module.Ledger)
+
+
+def test_seeded_fault_in_the_shared_gate_is_caught(monkeypatch):
+    monkeypatch.setattr(staleness, "lease_room", lambda *, outstanding, version, held, limit, batch: 1 - outstanding + (
+        limit + 1 - (version - held)) * batch)  # fmt: skip
+    with pytest.raises(AssertionError, match="leased beyond the gate"):
+        walk(0, ops=4_000)
