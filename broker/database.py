@@ -85,7 +85,8 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        db.execute("ROLLBACK")
+        if db.in_transaction:  # SQLite has not ended it by itself, as it does when the disk is full
+            db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
 

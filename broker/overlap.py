@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 Span = tuple[float, float]
-_KEPT_S = 7200.0  # a span that ended so long ago is forgotten: no optimizer step is longer
+_KEPT_S = 7200.0  # a span that ended so long before the latest report is forgotten
 _UNMERGED = 256
 
 
@@ -21,6 +21,7 @@ class Overlap:
         self._merged: list[Span] = []  # disjoint, in order
         self._new: list[Span] = []
         self._waiting: deque[Span] = deque(maxlen=1_000)  # optimizer spans not judged yet
+        self._done = 0.0  # end of the last judged step: what was sampled before it is not asked for again
         self._judged: deque[tuple[float, float]] = deque(maxlen=window)  # (seconds overlapped, seconds)
 
     def sampled(self, generator: str, spans: list[Span], until: float) -> None:
@@ -53,12 +54,13 @@ class Overlap:
         while self._waiting and self._waiting[0][1] <= known:
             start, end = self._waiting.popleft()
             self._merge()
+            self._done = max(self._done, end)
             inside = sum(max(0.0, min(b, end) - max(a, start)) for a, b in self._merged)
             self._judged.append((inside, end - start))
 
     def _merge(self) -> None:
         spans = union([*self._merged, *self._new])
-        horizon = max(self._until.values(), default=0.0) - _KEPT_S
+        horizon = max(self._done, max(self._until.values(), default=0.0) - _KEPT_S)
         self._merged = [span for span in spans if span[1] > horizon]
         self._new = []
 

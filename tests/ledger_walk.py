@@ -7,6 +7,7 @@ counts only once it is committed, as in the real broker.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -261,7 +262,7 @@ def _key(s: NewSample) -> tuple[int, int, int]:
 def comparable(snapshot):
     """Without what a restored ledger begins anew: times and progress of leases."""
     live = [
-        replace(a, leased_at=0, renewed_at=0, num_tokens=0 if a.state == "leased" else a.num_tokens)
+        replace(copy.deepcopy(a), leased_at=0, renewed_at=0, num_tokens=0 if a.state == "leased" else a.num_tokens)
         for a in snapshot.live
     ]
     return replace(snapshot, live=live)

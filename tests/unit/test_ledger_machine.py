@@ -26,7 +26,7 @@ def walk(seed, *, ops, ledger_class=Ledger, store=None):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_seeded_walk_in_memory(seed):
-    reachable(walk(seed, ops=12_000))
+    reachable(walk(seed, ops=25_000))
 
 
 def test_seeded_walk_on_disk_with_crashes(tmp_path):
