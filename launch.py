@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from common.config import Config
+from common.config import HOST_KEYS, Config
 from common.errors import ConfigError, LeewayError, Stopped
 from common.loading import config_paths, load_config
 from common.preflight import checked_config
@@ -154,7 +154,8 @@ def _role(args: argparse.Namespace) -> int:
     """Check what can be checked here, then become the role."""
     files, overrides = _split(args.config)
     run_id = [f"run.id={args.run_id}"] if args.run_id else []
-    config = checked_config(files, [*overrides, *run_id], folder=False) if files else None
+    own = [o for o in overrides if o.partition("=")[0] in HOST_KEYS]  # these alone are not a config
+    config = checked_config(files, [*overrides, *run_id], folder=False) if files or overrides != own else None
     redis_url = args.redis_url or os.environ.get("LEEWAY_REDIS_URL") or (config and config.run.redis_url)
     if not redis_url:
         raise ConfigError(

@@ -52,6 +52,10 @@ KLKind = Literal[
 ]
 
 
+# Keys that make a host run code: they come from its own command line, never from Redis.
+HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code")
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=False, protected_namespaces=()
@@ -239,6 +243,8 @@ class Trained(Section):
     """Token budget of one packed micro-batch with gradients."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
     """Rows per micro-batch when `use_dynamic_bsz` is false."""
+    share_prompts: bool = True
+    """Compute a prompt once for the samples of its group, where that is less work and the model allows it."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
 

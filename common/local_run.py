@@ -19,13 +19,13 @@ from types import FrameType
 import yaml
 
 from common import logs, preflight
-from common.config import Config
+from common.config import HOST_KEYS, Config
 from common.console import make_console
 from common.control import Control
 from common.errors import ControlError
 from common.processes import child_environment, kill_descendants, spawn, terminate_workers
 from common.redis_server import start_server
-from common.roles import ERROR_FILE, HOST_KEYS, store_config
+from common.roles import ERROR_FILE, store_config
 from common.summary import Summary
 from common.supervise import Child, End, Outcome, Start, Supervisor, read_own_error
 
@@ -117,7 +117,9 @@ class LocalRun:
             try:
                 for role in ROLES:
                     self.supervisor.add(role, self._starter(role))
-                outcome = self.supervisor.watch(lambda: self._tick(control), self._finishes)
+                outcome = self.supervisor.watch(
+                    lambda: self._tick(control), lambda child, end: self._finishes(control, child, end)
+                )
                 self._end(control, outcome)
             finally:
                 self.console.close()
@@ -211,9 +213,12 @@ class LocalRun:
         mine = [e for e in control.entries(role) if float(e.fields.get("since", "0")) >= child.started_at]
         return any(e.address is not None if role == "broker" else e.version >= 0 for e in mine)
 
-    def _finishes(self, child: Child, end: End) -> bool:
-        """The learner ends the run by ending well."""
-        return child.name == "learner" and end.returncode == 0
+    def _finishes(self, control: Control, child: Child, end: End) -> bool:
+        """The learner ends the run by ending well; the others end well only once the run is stopped."""
+        if end.returncode != 0:
+            return False
+        control.refresh()
+        return child.name == "learner" or control.desired() == "stopped"
 
     # ------------------------------------------------------------ end
     def _end(self, control: Control, outcome: Outcome) -> None:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from common import failpoints, logs, processes
-from common.config import Config
+from common.config import HOST_KEYS, Config
 from common.control import Control
 from common.errors import ConfigError, ControlError, LeewayError, Stopped
 from common.loading import differences, load_config
@@ -33,8 +33,6 @@ from common.loading import differences, load_config
 RoleName = Literal["broker", "learner", "generator"]
 ERROR_FILE = "LEEWAY_ERROR_FILE"  # where the supervisor wants to read why this process ended
 CONNECT_S = 15.0
-# Keys that make this host run code: they come from its own command line, never from Redis.
-HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code")
 
 
 @dataclass
