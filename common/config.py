@@ -468,6 +468,11 @@ def combination_faults(c: Config) -> list[str]:
         except ValueError as e:
             faults.append(f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs}: {e}")
     refuse(
+        c.algorithm.proximal == "loglinear" and c.algorithm.rollout_correction.rollout_rs is not None,
+        "algorithm.rollout_correction.rollout_rs: loglinear has no proximal log-probs before the update, on which "
+        "denominators and advantages of a rejection depend; use algorithm.proximal=recompute, or no rejection",
+    )
+    refuse(
         c.algorithm.kl_penalty == "full" and c.algorithm.use_kl_in_reward,
         "algorithm.kl_penalty=full: needs whole logits of both models; use low_var_kl or kl",
     )

@@ -33,6 +33,7 @@ from learner.settings import live_settings
 from learner.updates import NotFinite, actor_loss, critic_loss, rate_of, train_on_batch
 
 PAUSE_POLL_S = 0.2
+SAY_AGAIN_S = 15.0  # between two lines of the log on what the learner waits for
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Learner:
     progress: Progress = field(default_factory=Progress)
     published: int = -1  # newest version handed to the publisher
     saved: int = -1  # step of the newest checkpoint
+    said_at: float = float("-inf")  # when the log last said what the learner waits for
     stats: dict[str, Any] = field(default_factory=dict)  # the broker's, of the last step
     validations: validation.Validations = field(default_factory=validation.Validations)
 
@@ -128,8 +130,15 @@ class Learner:
             step=step,
             version=self.progress.version,
             num_groups=self.config.data.train_batch_size,
-            on_wait=self.log.info,
+            on_wait=self.waits,
         )
+
+    def waits(self, reason: str) -> None:
+        """Say what the learner waits for: in the registry at once, in the log now and then."""
+        self.control.update(state=f"waits: {reason}")
+        if (now := time.monotonic()) - self.said_at > SAY_AGAIN_S:
+            self.said_at = now
+            self.log.info("waits: %s", reason)
 
     def is_young(self, batch: Batch, version: int, limit: int) -> bool:
         """The staleness bound, asserted once more. All ranks hold the whole batch, so they agree."""
@@ -214,7 +223,7 @@ def train_step(
     step: number of the row this becomes; version: of the weights as they are now.
     """
     actor, critic, kl_coef = models.actor, models.critic, models.kl_controller.value
-    micros = pack_all(batch, config)
+    micros = pack_all(batch, models, config)
     start = start_of_step(models, batch, micros, config=config, ranks=ranks, clock=clock)
     with clock("adv"):
         targets, metrics = make_targets(config, batch, start, kl_controller=models.kl_controller, step=step)

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common.errors import ConfigError
-from learner.batch import MicroBatch
 from learner.logprobs import token_logprobs
+from learner.packing import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEAD_TOLERANCE = 1e-4
@@ -30,6 +30,8 @@ class Actor(nn.Module):
         super().__init__()
         self.lm = lm  # a Hugging Face causal LM
         self.vocab_size = lm.get_output_embeddings().weight.shape[0]
+        self.hidden_size = _hidden_size(lm)
+        self.shares_prompts = may_share_prompts(lm)
 
     def forward(self, micro: MicroBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32."""
@@ -49,7 +51,9 @@ class Critic(nn.Module):
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
-        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        self.hidden_size = _hidden_size(backbone)
+        self.shares_prompts = may_share_prompts(backbone)
+        self.value_head = nn.Linear(self.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -61,11 +65,14 @@ class Critic(nn.Module):
 def _hidden(backbone: nn.Module, micro: MicroBatch) -> Tensor:
     """[tokens, hidden] at the wanted positions.
 
-    Packed rows are exact only so: restarting position ids, no mask, no cache. With a cache or a
-    mask of ones the sequences of a row see one another, silently.
+    Packed rows are exact only so: restarting position ids, no cache, and no mask but the one that
+    says everything. With a cache or a mask of ones the sequences of a row see one another, silently.
     """
     out = backbone(
-        input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=None, use_cache=False
+        input_ids=micro.input_ids,
+        position_ids=micro.position_ids,
+        attention_mask=micro.attention_mask,
+        use_cache=False,
     ).last_hidden_state
     return out.flatten(0, 1).index_select(0, micro.wanted)
 
@@ -79,6 +86,18 @@ def _scaled(logits: Tensor, config) -> Tensor:
     if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
         logits = torch.tanh(logits / cap) * cap
     return logits
+
+
+def _hidden_size(model: nn.Module) -> int:
+    return model.config.get_text_config().hidden_size
+
+
+def may_share_prompts(model: nn.Module) -> bool:
+    """Whether each layer obeys the mask it is given: full attention by sdpa; a sliding window would be ignored."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return kinds == {"full_attention"} and not windowed and config._attn_implementation == "sdpa"
 
 
 def load_actor(folder: str | Path, *, trust_remote_code: bool = False) -> Actor:

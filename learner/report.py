@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from learner.batch import Batch, MicroBatch
+from learner.batch import Batch
 from learner.correction import offpolicy_metrics
 from learner.estimates import StartOfStep, Targets
+from learner.packing import MicroBatch
 from learner.progress import Progress
 
 Metrics = dict[str, Tensor]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.config import Config
-from learner.batch import Batch, MicroBatch, micro_batches
+from learner.batch import Batch
 from learner.estimates import StartOfStep
 from learner.models import Models
+from learner.packing import MicroBatch, micro_batches
 from learner.ranks import Ranks
 from learner.report import Clock
+from learner.updates import packing_of
 
 
-def pack_all(batch: Batch, config: Config) -> list[MicroBatch]:
-    """The whole batch, packed for forward passes."""
+def pack_all(batch: Batch, models: Models, config: Config) -> list[MicroBatch]:
+    """The whole batch, packed for forward passes of every model."""
     options = config.actor
-    budget = options.log_prob_max_token_len_per_gpu or options.ppo_max_token_len_per_gpu
-    return micro_batches(
-        batch,
-        np.arange(len(batch)),
-        token_budget=budget if options.use_dynamic_bsz else None,
-        rows_per_batch=options.ppo_micro_batch_size_per_gpu,
+    packing = packing_of(models.actor.module, options)
+    share = all(m.shares_prompts for m in (models.reference, models.critic and models.critic.module) if m is not None)
+    packing = replace(
+        packing,
+        token_budget=packing.token_budget and (options.log_prob_max_token_len_per_gpu or packing.token_budget),
+        share_prompts=packing.share_prompts and share,
     )
+    return micro_batches(batch, np.arange(len(batch)), packing)
 
 
 @torch.no_grad()

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from common.config import Config, Trained
-from learner.batch import Batch, MicroBatch, group_slices, micro_batches
+from learner.batch import Batch, group_slices
 from learner.correction import loglinear_proximal
 from learner.estimates import Targets, kl_is_on, token_weights
 from learner.kl import kl_penalty
 from learner.losses import aggregate, policy_loss, value_loss
 from learner.optim import learning_rate, update
+from learner.packing import MicroBatch, Packing, micro_batches
 from learner.ranks import Ranks
 
 Metrics = dict[str, Tensor]
@@ -74,14 +75,23 @@ def train_on_batch(
         if num_tokens == 0:
             continue  # nothing to learn from; AdamW would move even without a gradient
         counts = Counts(num_tokens, int((tokens_of_row[rows] > 0).sum()), config.data.max_response_length)
-        budget = options.ppo_max_token_len_per_gpu if options.use_dynamic_bsz else None
-        micros = micro_batches(batch, rows, token_budget=budget, rows_per_batch=options.ppo_micro_batch_size_per_gpu)
+        micros = micro_batches(batch, rows, packing_of(trainee.module, options))
         total, metrics = accumulate(trainee.module, micros, loss, counts, ranks)
         norm, applied = update(trainee.optimizer, trainee.parameters, loss=total, lr=lr, grad_clip=options.grad_clip)
         if not applied:
             raise NotFinite(trainee.name, partly=bool(done))
         done.append({**metrics, f"{trainee.name}/grad_norm": norm})
     return done
+
+
+def packing_of(module: nn.Module, options: Trained) -> Packing:
+    """How the config has rows of a model laid out, as far as the model allows it."""
+    return Packing(
+        token_budget=options.ppo_max_token_len_per_gpu if options.use_dynamic_bsz else None,
+        rows_per_forward=options.ppo_micro_batch_size_per_gpu,
+        share_prompts=options.share_prompts and module.shares_prompts,
+        hidden_size=module.hidden_size,
+    )
 
 
 def accumulate(

@@ -23,8 +23,9 @@ from common.errors import Stopped
 from common.logs import LOGGER
 from common.tasks import get_task
 from common.wire import Sample
-from learner.batch import make_batch, micro_batches
+from learner.batch import make_batch
 from learner.model import Actor
+from learner.packing import Packing, micro_batches
 
 CHECK_PROMPTS = 128
 CHECK_OFFSET = 1_000_000  # checks take their pairs from there on, training from 0
@@ -118,7 +119,7 @@ def supervised_step(
     num_tokens = int(batch.mask.sum())
     total = 0.0
     budget = max(TOKEN_BUDGET, int(batch.lengths.max()))
-    for micro in micro_batches(batch, np.arange(len(batch)), token_budget=budget):
+    for micro in micro_batches(batch, np.arange(len(batch)), Packing(budget, hidden_size=actor.hidden_size)):
         logprobs, _ = actor(micro)
         loss = -logprobs.sum() / num_tokens
         loss.backward()

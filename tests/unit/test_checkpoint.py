@@ -11,10 +11,11 @@ import torch
 
 from common import failpoints
 from common.errors import CheckpointError
-from learner.batch import make_batch, micro_batches
+from learner.batch import make_batch
 from learner.checkpoint import Checkpoints, verify
 from learner.model import weights_digest
 from learner.models import Models, load_models
+from learner.packing import Packing, micro_batches
 from tests.learner_parts import alone, initial_weights, make_config, make_groups
 
 CONFIG = make_config("algorithm.adv_estimator=gae", "algorithm.kl_ctrl.type=adaptive")
@@ -37,7 +38,7 @@ def _train(models: Models, seed: int) -> None:
     """One update of each model."""
     batch = make_batch(make_groups(CONFIG, seed))
     for t in models.trainees():
-        for micro in micro_batches(batch, np.arange(len(batch)), token_budget=4096):
+        for micro in micro_batches(batch, np.arange(len(batch)), Packing(4096)):
             out = t.module(micro)
             (out[0] if isinstance(out, tuple) else out).sum().backward()
         t.optimizer.step()

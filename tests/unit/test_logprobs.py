@@ -8,39 +8,37 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from common.wire import Sample
-from learner.batch import make_batch, micro_batches
+from learner.batch import make_batch
 from learner.logprobs import token_logprobs
-from learner.model import Actor, check_head
+from learner.model import Actor, check_head, may_share_prompts
+from learner.packing import Packing, micro_batches
 from tests.learner_parts import make_sample
 from tests.models import logprobs_of, tiny_model
 
 VOCAB = 40
+ALONE = Packing(None, rows_per_forward=1)
 
 
-def _samples(seed: int, n: int = 9, **changes: object) -> list[Sample]:
+def _samples(seed: int, n: int = 9, *, group_size: int = 1, **changes: object) -> list[Sample]:
     rng = np.random.default_rng(seed)
-    result = []
+    samples: list[Sample] = []
     for i in range(n):
-        prompt, response = int(rng.integers(1, 12)), int(rng.integers(1, 9))
-        result.append(
-            make_sample(
-                rng,
-                i,
-                0,
-                response_tokens=response,
-                prompt_ids=rng.integers(0, VOCAB, prompt).astype(np.int32),
-                response_ids=rng.integers(0, VOCAB, response).astype(np.int32),
-                **changes,
-            )
+        prompt = rng.integers(0, VOCAB, int(rng.integers(1, 12))).astype(np.int32)
+        response = rng.integers(0, VOCAB, int(rng.integers(1, 9))).astype(np.int32)
+        if i % group_size:
+            prompt = samples[-1].prompt_ids
+        group, length = i // group_size, len(response)
+        samples.append(
+            make_sample(rng, group, i, response_tokens=length, prompt_ids=prompt, response_ids=response, **changes)
         )
-    return result
+    return samples
 
 
-def _logprobs(actor: Actor, samples: list[Sample], *, budget: int | None, rows: int = 1) -> torch.Tensor:
+def _logprobs(actor: Actor, samples: list[Sample], packing: Packing) -> torch.Tensor:
     """[batch, response]"""
     batch = make_batch(samples)
     out = torch.zeros_like(batch.behavior_logprobs)
-    for micro in micro_batches(batch, np.arange(len(samples)), token_budget=budget, rows_per_batch=rows):
+    for micro in micro_batches(batch, np.arange(len(samples)), packing):
         out = out.index_add(0, micro.rows, micro.scatter(actor(micro)[0]))
     return out
 
@@ -82,16 +80,18 @@ def test_a_symbol_that_is_never_drawn_adds_no_entropy() -> None:
     assert torch.allclose(entropy, torch.tensor([2.0]).log())
 
 
-@pytest.mark.parametrize("budget", [24, 40, 4096])
-def test_packed_rows_equal_one_sequence_a_row(budget: int) -> None:
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("budget", [24, 60, 4096])
+def test_packed_rows_equal_one_sequence_a_row(budget: int, group_size: int) -> None:
+    """In log-probs and gradients; groups of 4 share their prompts."""
     actor = Actor(tiny_model(1))
-    samples = _samples(2)
-    packed = _logprobs(actor, samples, budget=budget)
+    samples = _samples(2, 12, group_size=group_size)
+    packed = _logprobs(actor, samples, Packing(budget, hidden_size=actor.hidden_size))
     weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(3))
     (packed * weights).sum().backward()
     gradients = {n: p.grad.clone() for n, p in actor.named_parameters()}
     actor.zero_grad()
-    alone = _logprobs(actor, samples, budget=None)
+    alone = _logprobs(actor, samples, ALONE)
     (alone * weights).sum().backward()
     assert (packed - alone).abs().max() < 1e-5
     for name, p in actor.named_parameters():
@@ -102,7 +102,8 @@ def test_packed_rows_equal_one_sequence_a_row(budget: int) -> None:
 def test_the_comparison_would_see_sequences_that_see_one_another(fault: str) -> None:
     model = tiny_model(1)
     batch = make_batch(_samples(2))
-    micro = next(m for m in micro_batches(batch, np.arange(9), token_budget=40) if len(m.rows) > len(m.input_ids))
+    packing = Packing(40, hidden_size=10_000)
+    micro = next(m for m in micro_batches(batch, np.arange(9), packing) if len(m.rows) > len(m.input_ids))
     right = Actor(model)(micro)[0]
     positions, mask = micro.position_ids, None
     if fault == "mask of ones":
@@ -120,10 +121,18 @@ def test_the_comparison_would_see_sequences_that_see_one_another(fault: str) -> 
 def test_log_probs_are_those_of_the_plain_model_at_the_samples_temperature(temperature: float) -> None:
     model = tiny_model(4)
     samples = _samples(5, sampling={"temperature": temperature})
-    ours = _logprobs(Actor(model), samples, budget=64)
+    ours = _logprobs(Actor(model), samples, Packing(64))
     for row, s in zip(ours, samples, strict=True):
         theirs = torch.tensor(logprobs_of(model, s.prompt_ids.tolist(), s.response_ids.tolist(), temperature))
         assert (row[: len(theirs)] - theirs).abs().max() < 1e-5
+
+
+def test_prompts_are_shared_only_where_each_layer_obeys_the_mask() -> None:
+    assert may_share_prompts(tiny_model())
+    assert not may_share_prompts(tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=1))
+    eager = tiny_model()
+    eager.config._attn_implementation = "eager"
+    assert not may_share_prompts(eager)
 
 
 def test_soft_caps_are_the_models_own() -> None:

@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError
 from common.tasks import TASKS
-from learner.batch import make_batch, micro_batches
+from learner.batch import make_batch
 from learner.export import save_hf
 from learner.initial import initial_folder, load_tokenizer, served_folder
 from learner.model import Actor, load_actor, load_critic, published_weights, shard, weights_digest
 from learner.models import load_models
+from learner.packing import Packing, micro_batches
 from learner.toy import ALPHABET, EOS_ID, VOCABULARY, write_toy_folder
 from tests.learner_parts import alone, initial_weights, make_config, make_groups
 from tests.models import tiny_config, tiny_model
@@ -70,7 +71,7 @@ def test_sharding_changes_no_number_and_no_name(tmp_path: Path) -> None:
     folder = initial_weights(tmp_path, make_config())
     plain, sharded = load_actor(folder), shard(load_actor(folder), alone().mesh, dtype="float32")
     batch = make_batch(make_groups(make_config(), 0))
-    (micro,) = micro_batches(batch, np.arange(16), token_budget=4096)
+    (micro,) = micro_batches(batch, np.arange(16), Packing(4096))
     assert torch.equal(plain(micro)[0], sharded(micro)[0])
     assert [n for n, _ in published_weights(sharded, dtype="float32")] == [n for n, _ in plain.lm.named_parameters()]
     assert weights_digest(plain) == weights_digest(sharded)
@@ -81,7 +82,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights_and_temperature
     models = load_models(config, initial_weights(tmp_path, config), alone())
     actor = models.actor.module
     batch = make_batch(make_groups(config, 0))
-    (micro,) = micro_batches(batch, np.arange(16), token_budget=4096)
+    (micro,) = micro_batches(batch, np.arange(16), Packing(4096))
     logprobs, _ = actor(micro)
     exact, _ = load_actor(tmp_path)(micro)
     assert logprobs.dtype == torch.float32
@@ -94,7 +95,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights_and_temperature
 def test_a_critic_starts_at_0_and_answers_for_the_prefix(tmp_path: Path) -> None:
     critic = load_critic(initial_weights(tmp_path, make_config()))
     batch = make_batch(make_groups(make_config(), 0))
-    (micro,) = micro_batches(batch, np.arange(16), token_budget=4096)
+    (micro,) = micro_batches(batch, np.arange(16), Packing(4096))
     assert critic(micro).tolist() == [0.0] * len(micro.targets)
     torch.nn.init.ones_(critic.value_head.weight)
     assert critic(micro).abs().sum() > 0

@@ -75,8 +75,11 @@ def _loss(
 
 
 def test_a_step_is_what_a_plain_loop_over_samples_computes(folder: Path, learner_of: Callable[..., Learner]) -> None:
-    """Two mini-batches of two groups, one response at a time, no packing, no sharding."""
-    learner = learner_of(make_config())
+    """Two mini-batches of two groups, one response at a time, no packing, no sharding.
+
+    A large ε: Adam divides by the root of a square, which blows up the rounding of small gradients.
+    """
+    learner = learner_of(make_config("actor.optim.eps=1e-3"))
     samples = make_groups(learner.config, 1)
     assert learner.step()
 
@@ -89,7 +92,7 @@ def test_a_step_is_what_a_plain_loop_over_samples_computes(folder: Path, learner
 
     with torch.no_grad():
         start = [logprobs(s) for s in samples]
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-3)
     for rows in (range(8), range(8, 16)):
         loss = torch.zeros(())
         for i in rows:
@@ -102,8 +105,8 @@ def test_a_step_is_what_a_plain_loop_over_samples_computes(folder: Path, learner
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    # Adam divides by the root of a square: an element whose gradient is near 0 amplifies rounding.
-    assert _distance(_weights(learner), dict(lm.named_parameters())) < 2e-5
+    assert 0 < _distance(_weights(learner), dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()))
+    assert _distance(_weights(learner), dict(lm.named_parameters())) < 1e-7
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

@@ -1,0 +1,235 @@
+"""From rows of a batch to what one forward sees, and back.
+
+Only a model's forward sees *packed rows*: sequences end to end, with positions that restart at 0
+for each and no attention from one to another. Where it is cheaper the samples of a group share
+their prompt: the prompt stands once, and each response behind it goes on counting from there and
+sees the prompt and itself. Either way the numbers are those of each sequence alone.
+
+The off-by-one, here and nowhere else: the model's output at position p speaks of the token at
+p + 1. What is wanted for response token t of a sequence with prompt length P, which lies at
+position P + t, is therefore read at position P + t − 1. The last token of a sequence is only ever
+a target, so it is not laid out at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from learner.batch import Batch
+
+MAX_SHARED_WIDTH = 4096  # the mask of a shared prompt has width² elements
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How rows are laid out."""
+
+    token_budget: int | None  # of one forward; None: `rows_per_forward` sequences instead
+    rows_per_forward: int = 1
+    share_prompts: bool = True
+    hidden_size: int = 1024  # of the model
+
+    def cost(self, width: int) -> float:
+        """Work per token in packed rows of `width`, in units of the work that does not depend on it.
+
+        A layer multiplies a token with about 12 h² weights, and with `width` keys and values of h each.
+        """
+        return 1 + width / (6 * self.hidden_size)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward sees, and where its results belong."""
+
+    rows: Tensor  # [n] int64: rows of the batch
+    input_ids: Tensor  # [packed, width] int64
+    position_ids: Tensor  # [packed, width] int64, restarting
+    attention_mask: Tensor | None  # [packed, 1, width, width] bool where prompts are shared
+    wanted: Tensor  # [tokens] int64: index into the flattened input, the position *before* each target
+    targets: Tensor  # [tokens] int64
+    temperatures: Tensor  # [tokens] float32
+    place: Tensor  # [tokens] int64: index of each target into the flattened [n, response]
+    num_columns: int  # of [batch, response]
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[tokens] → [n, response], 0 where no token was sampled. Differentiable."""
+        out = values.new_zeros(len(self.rows) * self.num_columns)
+        return out.index_put((self.place,), values).view(len(self.rows), self.num_columns)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Sequences, or responses behind one prompt, that must lie together. In the order of `rows`."""
+
+    rows: Ints  # [n]
+    unit: Ints  # [n]: ascending
+    lengths: Ints  # [units]: tokens laid out
+
+    @property
+    def shared(self) -> bool:
+        return len(self.lengths) < len(self.rows)
+
+
+def micro_batches(batch: Batch, rows: Ints, packing: Packing) -> list[MicroBatch]:
+    """`rows` of the batch, laid out for as few forwards as fit into the budget.
+
+    Raises:
+        ValueError: a sequence is longer than the budget.
+    """
+    if packing.token_budget is None:
+        lots = [rows[i : i + packing.rows_per_forward] for i in range(0, len(rows), packing.rows_per_forward)]
+        return [_lay_out(batch, _alone(batch, lot), np.arange(len(lot))) for lot in lots]
+    units = _units(batch, rows, packing)
+    bins, width = pack(units.lengths, packing)
+    per_forward = max(1, packing.token_budget // width)
+    result = []
+    for first in range(0, int(bins.max()) + 1, per_forward):
+        here = (bins >= first) & (bins < first + per_forward)  # [units]
+        result.append(_lay_out(batch, _some(units, here), bins[here] - first))
+    return result
+
+
+def pack(lengths: Ints, packing: Packing) -> tuple[Ints, int]:
+    """First-fit decreasing: the packed row of each unit, and the width of packed rows.
+
+    As wide as the longest unit, or twice or four times that where fewer holes outweigh the attention.
+    """
+    longest, budget = int(lengths.max()), packing.token_budget or int(lengths.max())
+    if longest > budget:
+        raise ValueError(f"{longest} tokens do not fit into {budget}")
+    tries = []
+    for width in (longest, 2 * longest, 4 * longest):
+        if width <= budget:
+            bins = _first_fit_decreasing(lengths, width)
+            tries.append(((int(bins.max()) + 1) * width * packing.cost(width), bins, width))
+    _, bins, width = min(tries, key=lambda t: t[0])
+    return bins, width
+
+
+def _first_fit_decreasing(lengths: Ints, width: int) -> Ints:
+    bins = np.empty(len(lengths), dtype=np.int64)
+    space = np.full(len(lengths), width, dtype=np.int64)  # of each bin
+    first_open, shortest = 0, int(lengths.min())
+    for i in np.argsort(-lengths, kind="stable"):
+        while space[first_open] < shortest:
+            first_open += 1
+        chosen = first_open + int(np.argmax(space[first_open:] >= lengths[i]))
+        bins[i] = chosen
+        space[chosen] -= lengths[i]
+    return bins
+
+
+# ---------------------------------------------------------------- units
+def _alone(batch: Batch, rows: Ints) -> Units:
+    return Units(rows, np.arange(len(rows)), batch.lengths[rows] - 1)
+
+
+def _units(batch: Batch, rows: Ints, packing: Packing) -> Units:
+    """The samples of a group behind one prompt where that is less work, else each sequence alone."""
+    if not packing.share_prompts:
+        return _alone(batch, rows)
+    limit = min(packing.token_budget or MAX_SHARED_WIDTH, MAX_SHARED_WIDTH)
+    unit, lengths = np.empty(len(rows), dtype=np.int64), []
+    for first, end in _same_prompt(batch, rows):
+        prompt = int(batch.prompt_lengths[rows[first]])
+        responses = batch.response_lengths[rows[first:end]] - 1
+        together, alone = prompt + int(responses.sum()), prompt + responses
+        share = together <= limit and together * packing.cost(together) < sum(
+            length * packing.cost(int(length)) for length in alone
+        )
+        unit[first:end] = len(lengths) + (0 if share else np.arange(end - first))
+        lengths += [together] if share else alone.tolist()
+    return Units(rows, unit, np.array(lengths, dtype=np.int64))
+
+
+def _same_prompt(batch: Batch, rows: Ints) -> list[tuple[int, int]]:
+    """Runs of neighbours in `rows` that have the same group and the same prompt, as [first, end)."""
+    groups = batch.group_ids.cpu().numpy()[rows]
+    edges = [0]
+    for i in range(1, len(rows)):
+        if groups[i] != groups[i - 1] or not np.array_equal(batch.prompt(rows[i]), batch.prompt(rows[i - 1])):
+            edges.append(i)
+    return list(zip(edges, [*edges[1:], len(rows)], strict=True))
+
+
+def _some(units: Units, here: NDArray[np.bool_]) -> Units:
+    """The units where `here` is true, numbered anew."""
+    chosen = here[units.unit]
+    number = np.cumsum(here) - 1
+    return Units(units.rows[chosen], number[units.unit[chosen]], units.lengths[here])
+
+
+# ---------------------------------------------------------------- layout
+def _lay_out(batch: Batch, units: Units, bins: Ints) -> MicroBatch:
+    """Lay each unit into packed row `bins[unit]`, behind those laid there before it."""
+    rows, unit = units.rows, units.unit
+    width, num_packed = int(np.bincount(bins, weights=units.lengths).max()), int(bins.max()) + 1
+    begins = bins * width + _offsets(bins, units.lengths)  # [units]: in the flattened input
+    heads = np.flatnonzero(np.diff(unit, prepend=-1))  # [units]: first row of each
+    prompts = batch.prompt_lengths[rows]  # [n]
+    responses = batch.response_lengths[rows] - 1  # [n]: laid out
+    response_begins = begins[unit] + prompts + _offsets(unit, responses)  # [n]
+
+    input_ids = np.zeros(num_packed * width, dtype=np.int64)
+    columns = np.arange(num_packed * width, dtype=np.int64) % width
+    position_ids = np.where(columns < units.lengths.max(), columns, 0)  # in holes: anything the model has
+    trees = np.full(num_packed * width, -1, dtype=np.int64)  # unit that a position belongs to; holes: none
+    branches = np.zeros(num_packed * width, dtype=np.int64)  # 0: prompt, i + 1: response of rows[i]
+    for at, tokens_at, position, owner, branch, lengths in (
+        (begins, batch.starts[rows[heads]], np.zeros_like(begins), np.arange(len(begins)), np.zeros_like(begins),
+         prompts[heads]),
+        (response_begins, batch.starts[rows] + prompts, prompts, unit, np.arange(1, len(rows) + 1), responses),
+    ):  # fmt: skip
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        flat = np.repeat(at, lengths) + within
+        input_ids[flat] = batch.tokens[np.repeat(tokens_at, lengths) + within]
+        position_ids[flat] = np.repeat(position, lengths) + within
+        trees[flat] = np.repeat(owner, lengths)
+        branches[flat] = np.repeat(branch, lengths)
+
+    device = batch.mask.device
+    to_rows = torch.from_numpy(rows).to(device)
+    row, column = (x.cpu().numpy() for x in batch.mask[to_rows].nonzero(as_tuple=True))  # [tokens] each
+    before_first = begins[unit] + prompts - 1  # [n]: the last prompt token
+    wanted = np.where(column == 0, before_first[row], response_begins[row] + column - 1)
+    targets = batch.tokens[batch.starts[rows][row] + prompts[row] + column]
+
+    def send(array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return MicroBatch(
+        rows=to_rows,
+        input_ids=send(input_ids).view(num_packed, width),
+        position_ids=send(position_ids).view(num_packed, width),
+        attention_mask=_mask(send(trees).view(-1, width), send(branches).view(-1, width)) if units.shared else None,
+        wanted=send(wanted),
+        targets=send(targets),
+        temperatures=batch.temperatures[to_rows][send(row)],
+        place=send(row * batch.mask.shape[1] + column),
+        num_columns=batch.mask.shape[1],
+    )
+
+
+def _offsets(bins: Ints, lengths: Ints) -> Ints:
+    """Where each item begins in its bin, the items of a bin lying one behind the other in their order."""
+    order = np.argsort(bins, kind="stable")
+    ends = np.cumsum(lengths[order])
+    begins = ends - lengths[order]
+    offsets = np.empty_like(begins)
+    offsets[order] = begins - begins[np.searchsorted(bins[order], bins[order])]
+    return offsets
+
+
+def _mask(trees: Tensor, branches: Tensor) -> Tensor:
+    """[packed, width] each → [packed, 1, width, width]: a query sees earlier keys of its prompt and of itself."""
+    width = trees.shape[1]
+    earlier = torch.ones(width, width, dtype=torch.bool, device=trees.device).tril()
+    query, key = branches.unsqueeze(2), branches.unsqueeze(1)
+    same_tree = trees.unsqueeze(2) == trees.unsqueeze(1)
+    return (earlier & same_tree & ((key == 0) | (key == query))).unsqueeze(1)

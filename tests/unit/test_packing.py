@@ -1,0 +1,127 @@
+"""Packed rows: what each output sees is its own sequence and nothing else; results go back where they belong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from common.wire import Sample
+from learner.batch import make_batch
+from learner.packing import MicroBatch, Packing, micro_batches, pack
+from tests.learner_parts import make_config, make_groups, make_sample
+
+RNG = np.random.default_rng(0)
+SMALL = {"hidden_size": 8}  # a model for which attention is dear
+
+
+def _random_samples(seed: int, *, groups: int = 5, same_prompts: bool = True) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for g in range(groups):
+        prompt = rng.integers(3, 64, rng.integers(1, 9)).astype(np.int32)
+        for i in range(int(rng.integers(1, 6))):
+            s = make_sample(rng, g, i, response_tokens=int(rng.integers(1, 7)), prompt_ids=prompt)
+            if not same_prompts and i == 1:
+                s = dataclasses.replace(s, prompt_ids=prompt[::-1].copy() + 1)
+            samples.append(s)
+    return samples
+
+
+def _seen_by(micro: MicroBatch, output: int) -> tuple[list[int], list[int]]:
+    """(token ids, positions) that the output at a flat index depends on."""
+    row, column = divmod(output, micro.input_ids.shape[1])
+    positions = micro.position_ids[row].tolist()
+    if micro.attention_mask is not None:
+        keys = micro.attention_mask[row, 0, column].nonzero().flatten().tolist()
+    else:  # Hugging Face: a sequence begins wherever positions do not go on counting
+        first = column
+        while first > 0 and positions[first] == positions[first - 1] + 1:
+            first -= 1
+        keys = list(range(first, column + 1))
+    return micro.input_ids[row, keys].tolist(), [positions[k] for k in keys]
+
+
+@pytest.mark.parametrize("hidden", [8, 10_000])
+@pytest.mark.parametrize("budget", [16, 40, 5000])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_output_sees_its_own_sequence_and_nothing_else(seed: int, share: bool, budget: int, hidden: int) -> None:
+    samples = _random_samples(seed, same_prompts=seed != 3)
+    batch = make_batch(samples)
+    rows = np.arange(len(samples))[seed:]
+    asked = []
+    packing = Packing(budget, share_prompts=share, hidden_size=hidden)
+    for micro in micro_batches(batch, rows, packing):
+        assert micro.input_ids.numel() <= budget
+        for k, output in enumerate(micro.wanted.tolist()):
+            i, t = divmod(int(micro.place[k]), micro.num_columns)
+            s = samples[micro.rows[i]]
+            before = [*s.prompt_ids, *s.response_ids[:t]]
+            assert _seen_by(micro, output) == (before, list(range(len(before))))
+            assert micro.targets[k] == s.response_ids[t]
+            asked.append((int(micro.rows[i]), t))
+    assert sorted(asked) == [(r, t) for r in rows for t in range(len(samples[r].response_ids))]
+
+
+def test_a_prompt_stands_once_for_its_group() -> None:
+    samples = [make_sample(RNG, g, i, prompt_tokens=14, response_tokens=6) for g in range(4) for i in range(8)]
+    samples = [dataclasses.replace(s, prompt_ids=samples[s.group * 8].prompt_ids) for s in samples]
+    batch = make_batch(samples)
+    (micro,) = micro_batches(batch, np.arange(32), Packing(10_000, hidden_size=128))
+    assert micro.input_ids.numel() == 4 * (14 + 8 * 5)
+    (alone,) = micro_batches(batch, np.arange(32), Packing(10_000, share_prompts=False, hidden_size=128))
+    assert alone.input_ids.numel() == 32 * 19
+    assert alone.attention_mask is None
+
+
+def test_a_prompt_is_not_shared_where_attention_would_cost_more() -> None:
+    prompt = np.arange(3, 7, dtype=np.int32)
+    samples = [make_sample(RNG, 0, i, prompt_ids=prompt, response_tokens=400) for i in range(8)]
+    for hidden, shared in ((128, False), (100_000, True)):
+        micro = micro_batches(make_batch(samples), np.arange(8), Packing(20_000, hidden_size=hidden))[0]
+        assert (micro.attention_mask is not None) is shared
+
+
+def test_only_sampled_tokens_are_asked_for() -> None:
+    s = make_sample(RNG, 0, 0, response_tokens=6, loss_mask_runs=(2, 3, 1))
+    (micro,) = micro_batches(make_batch([s]), np.arange(1), Packing(100))
+    assert micro.targets.tolist() == s.response_ids[[0, 1, 5]].tolist()
+    assert micro.scatter(torch.ones(3)).tolist() == [[1, 1, 0, 0, 0, 1]]
+    assert len(_seen_by(micro, int(micro.wanted[2]))[0]) == 6 + 5  # it does see what the tool said
+
+
+def test_nothing_under_the_mask_reaches_a_result() -> None:
+    s = make_sample(RNG, 0, 0, response_tokens=4, loss_mask_runs=(2, 2))
+    poisoned = dataclasses.replace(s, behavior_logprobs=np.array([-1, -1, np.nan, np.inf], dtype=np.float32))
+    batch = make_batch([poisoned])
+    (micro,) = micro_batches(batch, np.arange(1), Packing(100))
+    assert micro.scatter(torch.tensor([0.5, 0.5])).tolist() == [[0.5, 0.5, 0, 0]]
+    assert batch.behavior_logprobs[batch.mask].isfinite().all()
+
+
+def test_sequences_per_forward_when_there_is_no_budget() -> None:
+    batch = make_batch(make_groups(make_config(), 0))
+    sizes = [len(m.rows) for m in micro_batches(batch, np.arange(16), Packing(None, rows_per_forward=5))]
+    assert sizes == [5, 5, 5, 1]
+
+
+def test_packing_leaves_few_holes() -> None:
+    rng = np.random.default_rng(1)
+    lengths = np.minimum(rng.lognormal(np.log(200) - 0.32, 0.8, 512).astype(np.int64) + 1, 1024)
+    bins, width = pack(lengths, Packing(16384))
+    assert np.bincount(bins, weights=lengths).max() <= width
+    assert (bins.max() + 1) * width / lengths.sum() <= 1.03
+
+
+def test_equal_lengths_get_a_row_each() -> None:
+    bins, width = pack(np.full(512, 20), Packing(16384))
+    assert width == 20
+    assert sorted(bins) == list(range(512))
+
+
+def test_a_sequence_above_the_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="21 tokens do not fit into 20"):
+        pack(np.array([3, 21]), Packing(20))
