@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -26,7 +27,7 @@ from common.sockets import Mailbox
 
 BACKEND = "leeway"  # name of our weight-transfer backend inside the worker
 PROGRESS_TOKENS = 32  # vLLM reports a running request every so many tokens
-SHUTDOWN_S = 2.0
+SHUTDOWN_S = 1.0
 
 # Read by vLLM, torch and Hugging Face when they are imported, or at each use.
 _ENVIRONMENT = {
@@ -141,21 +142,10 @@ class Engine:
             RequestCancelled: ``cancel`` was called for it.
             EngineError: the engine died, refused the prompt, or has no weights of a known version.
         """
-        from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            n=1,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=max(top_k, 0),
-            max_tokens=max_tokens,
-            logprobs=0,  # the sampled token's only
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        stream = on_progress is not None and max_tokens > PROGRESS_TOKENS
+        params = _sampling_params(temperature, top_p, max(top_k, 0), max_tokens, stream)
         ids: list[int] = []
         logprobs: list[float] = []
         last = None
@@ -202,20 +192,44 @@ class Engine:
         """
         if version <= self.version:
             raise EngineError(f"version {version} is not above {self.version}, which this engine holds")
-        await self.rpc("check_staged", version=version)
         core = self._llm.engine_core
         start = time.perf_counter()
         try:
             # AsyncLLM.pause_generation does this and then sleeps for 20 ms.
             await core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
-            await self.rpc("load_staged", version=version)
-            await core.set_weight_version_async(str(version))
-            self.version = version
+            answers = await self.rpc("load_staged", version=version)
+            refusals = [a for a in answers if a is not None]
+            if not refusals:
+                await core.set_weight_version_async(str(version))
+                self.version = version
+            elif len(refusals) < len(answers):
+                raise EngineError(f"only some workers loaded version {version}: {refusals[0]}")
             await core.resume_scheduler_async()
         except BaseException:
             await asyncio.shield(self.close())
             raise
+        if refusals:
+            raise EngineError(refusals[0])
         return time.perf_counter() - start
+
+
+@functools.lru_cache(maxsize=64)
+def _sampling_params(temperature: float, top_p: float, top_k: int, max_tokens: int, stream: bool) -> Any:
+    """vLLM's request settings; it copies them for each request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def _sampled_logprobs(logprobs: Any, num_tokens: int) -> list[float]:

@@ -73,6 +73,11 @@ class StagedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Before any reload, which takes tied tensors apart.
+        self._names = {name for name, _ in self.model.named_parameters()}
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
@@ -99,7 +104,7 @@ class StagedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         """What ``load_weights`` says it loaded must be all that the model has."""
         if loaded is None:
             return  # this model's loader does not say; the digests and the first dummy start remain
-        missing = {name for name, _ in self.model.named_parameters()} - set(loaded)
+        missing = self._names - set(loaded)
         if missing:
             raise WeightError(f"the model has tensors that were not sent: {', '.join(sorted(missing)[:5])}")
 
@@ -123,16 +128,21 @@ class WorkerExtension:
             self._staging = Staging(worker=self.rank)
         self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
 
-    def check_staged(self, *, version: int) -> None:
-        self._staged().check(version)
+    def load_staged(self, *, version: int) -> str | None:
+        """Put the staged weights into the model.
 
-    def load_staged(self, *, version: int) -> None:
-        """Put the staged weights into the model. After an error here the model is not usable."""
+        Returns why not, if ``version`` is not staged; nothing has changed then. After an exception
+        the model is not usable.
+        """
         failpoint("worker.load")
-        weights = self._staged().take(version)
+        try:
+            weights = self._staged().take(version)
+        except WeightError as e:
+            return str(e)
         self.start_weight_update()
         self.update_weights({"weights": weights})
         self.finish_weight_update()
+        return None
 
     def _staged(self) -> Staging:
         if self._staging is None:

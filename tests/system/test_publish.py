@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import random
 import signal
 import subprocess
 import sys
@@ -153,9 +154,14 @@ def test_newer_supersedes_and_versions_never_mix(bench: Bench) -> None:
         publisher.publish(29, weights_of(29))
 
 
-@pytest.mark.parametrize("action", ["kill", "stop"])
+POINTS = ("member.prepare", "staging.bucket:1", "staging.bucket:5", "staging.bucket:10", "staging.staged")
+POINTS += ("member.staged", "member.swap", "member.held")
+FAULTS = [(point, action) for point in POINTS for action in ("kill", "stop")]
+SAMPLE = random.Random(5).sample(FAULTS, 3)
+
+
 @pytest.mark.parametrize(
-    "point", ["member.prepare", "staging.bucket:1", "staging.bucket:5", "member.staged", "member.swap"]
+    ("point", "action"), [pytest.param(*f, marks=() if f in SAMPLE else pytest.mark.soak) for f in FAULTS]
 )
 def test_a_member_that_dies_or_freezes_holds_up_nobody(bench: Bench, point: str, action: str) -> None:
     publisher = bench.publisher()
