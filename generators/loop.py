@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from common.control import Control
-from common.errors import EngineError, Stopped
+from common.errors import DeadlineError, EngineError, Stopped
 from common.roles import Role, run_role
 from generators.engine import Engine
 from generators.environments import load_environment
@@ -42,7 +42,6 @@ async def run_generator(role: Role) -> None:
     control.register("generator", role.name)
     scorer = await Scorer.start(config, log)
     engine: Engine | None = None
-    member: asyncio.Task[Any] | None = None
     try:
         control.update(state="waits for the model folder of the learner")
         deadline_s = config.run.start_timeout_s
@@ -58,40 +57,57 @@ async def run_generator(role: Role) -> None:
         )  # fmt: skip
         weights = Member(
             engine=engine, run_id=control.run_id, name=role.name, incarnation=incarnation,
-            lookup_address=lambda: _address(control, "learner"),
+            lookup_address=lambda: _address(control, "learner"), on_version=generator.version_changed,
         )  # fmt: skip
-        weights.on_version = generator.version_changed
-        member = asyncio.create_task(weights.run(), name="weights")
         control.update(ready=1)  # from now on a death is worth a restart, see `fleet.py`
-        await _first_end(stop, generator, member, engine)
+        await _first_end(role, stop, generator, weights, engine)
     finally:
-        if member is not None:
-            member.cancel()
-            await asyncio.wait([member])
         scorer.close()
         if engine is not None:
             await engine.close()
 
 
-async def _first_end(stop: asyncio.Event, generator: Generator, member: asyncio.Task[Any], engine: Engine) -> None:
+async def _first_end(role: Role, stop: asyncio.Event, generator: Generator, weights: Member, engine: Engine) -> None:
     """Run until told to stop or until a part fails; the leases are given back in any case."""
     ended = asyncio.Event()
-    sampling = asyncio.create_task(generator.run(ended), name="generator")
-    death = asyncio.create_task(engine.wait_dead(), name="engine-death")
     stopped = asyncio.create_task(stop.wait(), name="stop")
-    parts = [stopped, sampling, member, death]
+    sampling = asyncio.create_task(generator.run(ended), name="generator")
+    others = [
+        asyncio.create_task(weights.run(), name="weights"),
+        asyncio.create_task(_die_with(engine), name="engine-death"),
+        asyncio.create_task(_miss_learner(role, engine), name="learner"),
+    ]
     try:
-        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([stopped, sampling, *others], return_when=asyncio.FIRST_COMPLETED)
     finally:
         ended.set()
         await asyncio.wait([sampling])
-        stopped.cancel()
-        death.cancel()
-    if death.done() and not death.cancelled() and not stop.is_set():
-        raise EngineError("the engine process ended; vLLM's own message is above on stderr")
-    for part in (sampling, member):
-        if part.done():
-            part.result()
+        for task in (stopped, *others):
+            task.cancel()
+        await asyncio.wait([stopped, *others])
+    errors = [e for task in (sampling, *others) if not task.cancelled() and (e := task.exception())]
+    if errors and not role.stop.is_set():  # a stop also reaches the engine's process, whose end is then no error
+        raise errors[0]
+
+
+async def _die_with(engine: Engine) -> None:
+    await engine.wait_dead()
+    raise EngineError("the engine's process ended; what it said is above on stderr")
+
+
+async def _miss_learner(role: Role, engine: Engine) -> None:
+    """Raises DeadlineError if there is no learner for too long before its first weights have come.
+
+    A learner may warm up for as long as it likes; without one, weights already held do no harm.
+    """
+    limit_s, seen_at = role.config.run.start_timeout_s, time.monotonic()
+    while engine.version < 0:
+        if _address(role.control, "learner"):
+            seen_at = time.monotonic()
+        elif time.monotonic() - seen_at > limit_s:
+            raise DeadlineError("a learner in the registry, for its first weights", limit_s, "start one for this run")
+        await asyncio.sleep(min(1.0, limit_s))  # the registry is read once a second
+    await asyncio.Event().wait()
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:

@@ -72,9 +72,11 @@ def _load_file(path: Path) -> Any:
 
 def _import(name: str) -> Any:
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as e:
         raise ValueError(f"reward module {name}: {e}") from e
+    getattr(module, "prepare", lambda: None)()
+    return module
 
 
 def call(function: Function, arguments: list[Any]) -> list[Any]:

@@ -90,6 +90,7 @@ def test_a_fleet_of_one_from_start_to_stop(tmp_path: Path):
         listening = [c.laddr.ip for p in tree for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
         assert set(listening) <= {"127.0.0.1", "::1"}
 
+        broker.lease(row, 10, list(range(32)))  # in flight when the stop comes
         before = time.monotonic()
         fleet.send_signal(signal.SIGTERM)
         broker.expect("bye")

@@ -118,16 +118,20 @@ def test_w3_c_code_that_holds_the_interpreter_is_bounded_too(tmp_path):
     assert [r.fault for r in results] == [None, TIMEOUT, None]
 
 
-def test_w3_maths_runs_in_the_killable_process(monkeypatch):
-    async def main() -> tuple[Score, bool]:
-        scorer = await Scorer.start(Config(), LOG)
-        row = {"data_source": "math", "reward_model": {"ground_truth": "2"}}
+def test_w3_a_pathological_answer_is_bounded_by_a_kill():
+    pytest.importorskip("math_verify")  # an extra
+    config = Config.model_validate({"reward": {"timeout_s": 1.5}})
+    row = {"data_source": "math", "reward_model": {"ground_truth": "x+1"}}
+
+    async def main() -> list[Score]:
+        scorer = Scorer(config, LOG)
         try:
-            return await scorer.score(row, r"\boxed{2}", 5), bool(scorer._isolated)
+            answers = ("1+x", "9^{9^{9^{9^9}}}", "1+x")
+            return await asyncio.gather(*(scorer.score(row, rf"\boxed{{{a}}}", 5) for a in answers))
         finally:
             scorer.close()
 
-    assert asyncio.run(main()) == (Score(1.0), True)
+    assert [s.fault or s.value for s in asyncio.run(main())] == [1.0, TIMEOUT, 1.0]
 
 
 @pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.soak)])
