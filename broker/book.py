@@ -45,6 +45,7 @@ class Book:
         self.cancels: list[Cancel] = []  # to be told to generators; the caller empties it
         self._pending: dict[Lane, list[Key]] = {lane: [] for lane in LANES}  # heaps: the oldest prompt first
         self._leased: dict[str, dict[Key, Attempt]] = {}  # by generator
+        self._owed: Counter[str] = Counter()  # samples that are still to come, by generator
         self._ready: dict[Key, Attempt] = {}
         self._expiries: list[tuple[float, Key]] = []  # heap; a renewed lease is looked at again when its entry is due
         self._changes = Changes(counters=self.counters)
@@ -93,13 +94,19 @@ class Book:
         counts[attempt.state] -= 1
         counts[state] += 1
         if attempt.state == "leased" and attempt.generator is not None:
-            self._leased[attempt.generator].pop(attempt.key, None)
+            if self._leased[attempt.generator].pop(attempt.key, None) is not None:
+                self._owed[attempt.generator] -= attempt.missing
         elif attempt.state == "ready":
             del self._ready[attempt.key]
         attempt.state = state
         if state == "ready":
             self._ready[attempt.key] = attempt
         self._dirty[attempt.key] = attempt
+
+    def _hand_out(self, attempt: Attempt, generator: str) -> None:
+        self._leased.setdefault(generator, {})[attempt.key] = attempt
+        self._owed[generator] += attempt.missing
+        heapq.heappush(self._expiries, (self._expiry(attempt), attempt.key))
 
     def _end(self, attempt: Attempt, state: State) -> None:
         self._move(attempt, state)
@@ -170,5 +177,4 @@ class Book:
                 self._ready[attempt.key] = attempt
             elif attempt.state == "leased" and attempt.generator is not None:
                 attempt.leased_at = attempt.renewed_at = now
-                self._leased.setdefault(attempt.generator, {})[attempt.key] = attempt
-                heapq.heappush(self._expiries, (self._expiry(attempt), attempt.key))
+                self._hand_out(attempt, attempt.generator)

@@ -48,28 +48,29 @@ class LearnerDesk:
         except (LedgerError, FencedError) as e:
             self._error(peer, fields["id"], e)
 
-    def turn(self, now: float) -> None:
-        """Try the claim that waits; say about once a second why it has to wait longer."""
+    def turn(self, now: float) -> bool:
+        """Try the claim that waits; say about once a second why it has to wait longer. True: it waits no more."""
         parked = self._s.parked
         if parked is None:
-            return
+            return False
         try:
             claim = self._sound_claim(parked)
         except (LedgerError, FencedError) as e:
             self._s.parked = None
             self._error(parked.peer, parked.id, e)
-            return
+            return True
         if isinstance(claim, str):
             if now - parked.told_at >= TELL_S:
                 parked.told_at, parked.reason = now, why_not_ready(self._s, claim)
                 self._s.send(parked.peer, "waiting", id=parked.id, reason=parked.reason)
-            return
+            return False
         self._s.parked = None
         if claim is None:
             self._s.send(parked.peer, "ended", id=parked.id, reason="the data ended")
         else:
             failpoint("broker.during_claim")
             self._send_claim(parked, claim)
+        return True
 
     # ------------------------------------------------------------ requests
     def _attach(self, peer: bytes, *, id: int, run: str, name: str, incarnation: str) -> None:

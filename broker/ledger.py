@@ -30,6 +30,10 @@ class Ledger(Book):
         fresh = rules.num_prompts is None or counters.next_prompt < rules.num_prompts
         return not fresh and not self._pending["train"]
 
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
     def holders(self) -> list[str]:
         """Generators that have leases."""
         return [generator for generator, leases in self._leased.items() if leases]
@@ -39,7 +43,7 @@ class Ledger(Book):
 
     def load_of(self, generator: str) -> int:
         """Samples that the generator still owes."""
-        return sum(a.missing for a in self._leased.get(generator, {}).values())
+        return self._owed[generator]
 
     def oldest_lease(self) -> Attempt | None:
         """The training lease that was handed out first."""
@@ -84,8 +88,7 @@ class Ledger(Book):
         attempt.generator, attempt.incarnation = generator, incarnation
         attempt.leased_at = attempt.renewed_at = now
         self._move(attempt, "leased")
-        self._leased.setdefault(generator, {})[attempt.key] = attempt
-        heapq.heappush(self._expiries, (self._expiry(attempt), attempt.key))
+        self._hand_out(attempt, generator)
         return attempt
 
     def progress(self, generator: str, key: Key, num_tokens: int, now: float) -> bool:
@@ -115,6 +118,7 @@ class Ledger(Book):
             return "late"
         self._check(attempt, header)
         attempt.samples[index] = header
+        self._owed[generator] -= 1
         attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         attempt.renewed_at = now
         self._dirty[key] = attempt
@@ -202,12 +206,14 @@ class Ledger(Book):
                 f"claim of step {step} at version {version} refused: the next is step {c.step + 1} "
                 f"at version {c.version}{standing}"
             )
+        ended = self.data_ended and not self.counts["train"]["leased"]
+        if len(self._ready) < num_groups and not ended:
+            return f"{len(self._ready)} of {num_groups} groups are ready for step {step}"
         young = [
             a for a in self._ready.values() if staleness.may_train(oldest=a.oldest, version=version, limit=self.limit)
         ]
-        ended = self.data_ended and not self.counts["train"]["leased"]
         if len(young) < num_groups and not ended:
-            return f"{len(young)} of {num_groups} groups are ready for step {step}"
+            return f"{len(young)} of {num_groups} groups are ready and young enough for step {step}"
         if not young:
             return None
         young.sort(key=lambda a: (staleness.deadline(a.oldest, self.limit), a.group, a.attempt))

@@ -30,6 +30,7 @@ from common.wire import GENERATOR_OPS, LEARNER_OPS, decode
 
 LEDGER = "ledger.sqlite"
 MESSAGES_PER_TURN = 512
+TURN_S = 0.02  # while samples come in, one transaction in so much time, not one for each
 TICK_S = 0.25  # how soon a stop, another limit or another registry entry is seen
 OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
 
@@ -50,15 +51,16 @@ class Server:
         Raises:
             LedgerError: the ledger cannot be written.
         """
+        turned_at = 0.0
         while not stop.is_set():
-            message = self._router.receive(self._patience())
-            for _ in range(MESSAGES_PER_TURN):
-                if message is None:
-                    break
-                self.handle(*message)
-                message = self._router.receive(0)
-            if message is not None:
-                self.handle(*message)
+            message, num, urgent = self._router.receive(self._patience()), 0, False
+            while message is not None:
+                urgent |= self.handle(*message)
+                num += 1
+                message = self._router.receive(0) if num < MESSAGES_PER_TURN else None
+                if message is None and not urgent and num < MESSAGES_PER_TURN:
+                    message = self._router.receive(turned_at + TURN_S - self.service.clock())
+            turned_at = self.service.clock()
             self.turn()
             if on_turn is not None:
                 on_turn(self.service)
@@ -66,20 +68,22 @@ class Server:
         self.service.ledger.release_leases("shutdown")
         self.turn()
 
-    def handle(self, peer: bytes, frames: list[bytes]) -> None:
-        """One message; what cannot be read is refused with the reason, and counted."""
+    def handle(self, peer: bytes, frames: list[bytes]) -> bool:
+        """One message; what cannot be read is refused with the reason, and counted. True: somebody waits for it."""
         s = self.service
         try:
             op, fields, payload = decode(frames, OPS)
             if op in learner_desk.OPS:
                 self._learner.handle(peer, op, fields)
-            else:
-                self._generators.handle(peer, op, fields, payload)
+                return True
+            self._generators.handle(peer, op, fields, payload)
+            return op == "hello" or (s.parked is not None and s.ledger.num_ready >= s.parked.num_groups)
         except WireError as e:
             s.refused[e.reason] += 1
             if s.refused[e.reason] == 1:
                 s.log.warning("a message from %r is refused: %s", peer[:40], e)
             s.send(peer, "refused", re="message", reason=e.reason, detail=str(e)[:500])
+            return False
 
     def turn(self) -> None:
         """What follows from the messages; commit; answer."""
@@ -87,8 +91,8 @@ class Server:
         now = s.clock()
         self._look_around()
         self._generators.turn(now)
-        self._learner.turn(now)
-        self._generators.turn(now)  # a claim or a damaged group may have made room
+        if self._learner.turn(now):
+            self._generators.turn(now)  # damaged groups have made room
         s.commit()
         for peer, frames in s.take_outbox():
             self._router.send(peer, frames)

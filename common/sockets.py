@@ -64,6 +64,12 @@ class Router:
 
     def receive(self, timeout_s: float) -> tuple[bytes, list[bytes]] | None:
         """``(peer identity, frames)``, or None after ``timeout_s`` or a wake-up."""
+        if timeout_s <= 0:
+            try:
+                peer, *frames = _receive(self._socket, zmq.DONTWAIT)
+                return peer, frames
+            except zmq.Again:
+                return None
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         if self._waker is not None and self._waker.receiver in ready:
             self._waker.clear()

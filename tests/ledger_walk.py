@@ -250,6 +250,8 @@ class Walk:
             if a.state in ("leased", "ready") and a.missing == 0:
                 assert ledger.counters.version - a.oldest <= ledger.limit, "doomed, but still outstanding"
             assert a.state != "leased" or a.missing, "complete, but not ready"
+        for g in GENERATORS:
+            assert ledger.load_of(g) == sum(a.missing for a in ledger.leases_of(g)), "owed samples are miscounted"
         applied = sum(applied for *_, applied in [*self.steps, *self._acknowledged])
         assert ledger.counters.version == applied, "version and ledger disagree"
         assert ledger.counters.step == len(self.steps) + len(self._acknowledged)

@@ -139,7 +139,7 @@ def test_the_claim_gate_does_not_rely_on_the_dropping_of_doomed_groups():
     for _ in range(B):
         finish(ledger, lease(ledger))
     ledger.counters.version = 2  # as if nothing had been dropped when the version rose
-    assert ledger.claim(epoch, 1, 2, B) == "0 of 2 groups are ready for step 1"
+    assert ledger.claim(epoch, 1, 2, B) == "0 of 2 groups are ready and young enough for step 1"
     ledger.counters.version = 1
     assert isinstance(ledger.claim(epoch, 1, 1, B), Claim)
 
