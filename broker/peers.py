@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _KEPT_INCARNATIONS = 1_000
-_RATE_S = 10.0  # seconds over which the rate of tokens is measured
+_WINDOW_S = 10.0  # seconds over which rates are measured
 
 
 @dataclass(slots=True)
@@ -21,23 +21,27 @@ class Peer:
     capacity: int = 0  # samples it is willing to hold
     heard_at: float = 0.0  # broker's clock
     stats: dict[str, float] = field(default_factory=dict)
-    tokens: deque[tuple[float, float]] = field(default_factory=deque)  # (time, sampled so far) of the last seconds
+    reports: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)  # (time, figures), latest seconds
     waits_for: str | None = None  # why nothing is leased to it
     waits_since: float = 0.0
 
     def report(self, stats: dict[str, float], now: float) -> None:
         """The figures of a heartbeat."""
         self.stats = stats
-        self.tokens.append((now, stats.get("tokens", 0.0)))
-        while self.tokens[0][0] < now - _RATE_S and len(self.tokens) > 2:
-            self.tokens.popleft()
+        self.reports.append((now, stats))
+        while self.reports[0][0] < now - _WINDOW_S and len(self.reports) > 2:
+            self.reports.popleft()
 
     @property
     def tokens_per_s(self) -> float:
-        if len(self.tokens) < 2:
-            return 0.0
-        (start, before), (end, after) = self.tokens[0], self.tokens[-1]
-        return max(0.0, after - before) / (end - start) if end > start else 0.0
+        (start, first), (end, last) = (self.reports[0], self.reports[-1]) if self.reports else ((0.0, {}), (0.0, {}))
+        return max(0.0, last.get("tokens", 0.0) - first.get("tokens", 0.0)) / (end - start) if end > start else 0.0
+
+    @property
+    def idle_ratio(self) -> float | None:
+        """Mean over the latest reports; None: it has said nothing of it."""
+        found = [stats["idle_ratio"] for _, stats in self.reports if "idle_ratio" in stats]
+        return sum(found) / len(found) if found else None
 
 
 class Peers:
@@ -97,7 +101,7 @@ class Peers:
     def figures(self) -> dict[str, float | None]:
         """What the generators report, summed or averaged over them; None: nobody has reported it."""
         peers = list(self._by_name.values())
-        idle = [p.stats["idle_ratio"] for p in peers if "idle_ratio" in p.stats]
+        idle = [ratio for p in peers if (ratio := p.idle_ratio) is not None]
         return {
             "generator/count": len(peers),
             "generator/idle_ratio": sum(idle) / len(idle) if idle else None,

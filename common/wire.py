@@ -57,18 +57,27 @@ GENERATOR_OPS: dict[str, dict[str, Any]] = {
 
 LEARNER_OPS: dict[str, dict[str, Any]] = {
     # learner -> broker; every request carries `id`, the answer repeats it
+    # takes the run: learners before this one are fenced off; the same incarnation gets the same epoch again
     "attach": {"id": int, "run": str, "name": str, "incarnation": str},
+    # the batch of the next step, to be trained at `version`; answered by `claimed` or `ended`, `waiting` before
     "claim": {"id": int, "epoch": int, "step": int, "version": int, "num_groups": int},
+    # `keys`: [[group, attempt, index], …], at most 4,000
     "fetch": {"id": int, "epoch": int, "keys": list},
+    # the claimed step was applied (or skipped, for `reason`) on all ranks; `optimizer_span`: [start, end], Unix seconds
     "ack_step": {
         "id": int, "epoch": int, "step": int, "applied": bool, "reason": str, "settings": dict,
         "digest": str, "optimizer_span": list,
     },
+    # the claimed batch is not trained: its groups are ready again
     "return": {"id": int, "epoch": int, "step": int, "reason": str},
+    # a checkpoint of an acknowledged step is complete on disk
     "checkpoint": {"id": int, "epoch": int, "step": int, "path": str},
+    # the next acknowledged step after this one, to be redone
     "row": {"id": int, "epoch": int, "after": int},
+    # have the held-out prompts sampled by generators that hold at least `version`
     "validate": {"id": int, "epoch": int, "step": int, "version": int},
     "validations": {"id": int, "epoch": int},
+    # anybody may ask, without `attach`
     "status": {"id": int},
     # broker -> learner
     "attached": {"id": int, "epoch": int, "version": int, "step": int, "floor": int, "checkpoint": int},
