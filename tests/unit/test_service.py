@@ -1,0 +1,371 @@
+"""The broker without its socket: a fake router, a fake registry, a clock that the test turns."""
+
+import logging
+import random
+
+import msgpack
+import numpy as np
+import pytest
+
+from broker.server import Server, open_service, read_vocab_size
+from common.config import Config
+from common.wire import GENERATOR_OPS, LEARNER_OPS, decode, encode, encode_sample, unpack
+from tests.simulated import make_sample
+
+B, N = 2, 2
+
+
+class FakeRouter:
+    def __init__(self):
+        self.sent = []
+
+    def send(self, peer, frames):
+        self.sent.append((peer, frames))
+        return True
+
+    def take(self, peer=None):
+        """(op, fields, payload) of what went out (to ``peer``) since the last call."""
+        taken = [m for m in self.sent if peer in (None, m[0])]
+        self.sent = [m for m in self.sent if m not in taken]
+        return [decode(frames, GENERATOR_OPS | LEARNER_OPS) for _, frames in taken]
+
+
+class FakeDirectory:
+    def __init__(self):
+        self.state, self.limits, self.names, self.folder = "running", {}, {"a", "b"}, None
+
+    def desired(self):
+        return self.state
+
+    def limit(self, name):
+        return self.limits.get(name)
+
+    def entry(self, name):
+        return name if name in self.names else None
+
+    def model(self):
+        return self.folder
+
+
+class Broker:
+    def __init__(self, folder, **overrides):
+        tree = {
+            "run": {"id": "r"}, "data": {"task": "reverse_digits", "train_batch_size": B, "val_size": 3},
+            "rollout": {"n": N}, "staleness": {"max": 1}, "ledger": {"lease_timeout_s": 20},
+        }  # fmt: skip
+        for key, value in overrides.items():
+            section, name = key.split("__")
+            tree.setdefault(section, {})[name] = value
+        self.now, self.router, self.directory = 100.0, FakeRouter(), FakeDirectory()
+        log = logging.getLogger("test")
+        config = Config.model_validate(tree)
+        self.service = open_service(config, self.directory, folder, log=log, clock=lambda: self.now)
+        self.server = Server(self.service, self.router)
+        self.ids = 0
+
+    def tell(self, peer, op, *payload, **fields):
+        self.server.handle(peer, encode(op, *payload, **fields))
+
+    def turn(self):
+        self.server.turn()
+        return self.router.take()
+
+    def hello(self, name, *, version=0, incarnation="1", capacity=100):
+        peer = name.encode()
+        self.tell(peer, "hello", run="r", name=name, incarnation=incarnation, version=version)
+        self.beat(name, version=version, capacity=capacity)
+
+    def beat(self, name, *, version=0, capacity=100, progress=(), sampling=(), stats=None):
+        self.tell(
+            name.encode(), "heartbeat", version=version, capacity=capacity, progress=list(progress),
+            sampling=list(sampling), stats=stats or {},
+        )  # fmt: skip
+
+    def ask(self, op, **fields):
+        """The answer to a learner's request."""
+        self.ids += 1
+        self.tell(b"learner", op, id=self.ids, **fields)
+        self.server.turn()
+        answers = self.router.take(b"learner")
+        assert len(answers) == 1 and answers[0][1]["id"] == self.ids, answers
+        return answers[0]
+
+    def deliver(self, name, leases, **changes):
+        for op, f, _ in leases:
+            if op == "lease":
+                for index in f["indices"]:
+                    sample = make_sample(f["group"], f["attempt"], index, **changes)
+                    self.server.handle(name.encode(), encode_sample(sample))
+
+
+@pytest.fixture
+def broker(tmp_path):
+    made = []
+
+    def make(**overrides):
+        made.append(Broker(tmp_path / f"run{len(made)}", **overrides))
+        return made[-1]
+
+    yield make
+    for b in made:
+        b.service.store.close()
+
+
+def ops(messages):
+    return [op for op, *_ in messages]
+
+
+def test_nothing_is_answered_before_it_is_committed(broker):
+    b = broker()
+    b.hello("a")
+    assert b.router.sent == []
+    sent = b.turn()
+    assert ops(sent) == ["welcome", *["lease"] * 2 * B, "wait"]
+    row = unpack(sent[1][2][0])
+    assert row["data_source"] == "reverse_digits" and sent[1][1]["indices"] == [0, 1]
+    b.deliver("a", sent[1:3])
+    assert b.router.sent == []
+    assert b.service.store._db.execute("SELECT COUNT(*) FROM samples").fetchone() == (0,)
+    acks = b.turn()
+    assert ops(acks) == ["acks"] and acks[0][1]["keys"] == [[0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]
+    assert b.service.store._db.execute("SELECT COUNT(*) FROM samples").fetchone() == (2 * N,)
+
+
+def test_capacity_is_in_samples_and_at_least_one_group(broker):
+    b = broker()
+    b.hello("a", capacity=1)
+    assert ops(b.turn()) == ["welcome", "lease"]
+    b.beat("a", capacity=2 * N + 1)
+    assert ops(b.turn()) == ["lease"]
+    b.beat("a", capacity=0)
+    assert b.turn() == []
+
+
+def test_leases_go_round(broker):
+    b = broker()
+    b.hello("a")
+    b.hello("b")
+    b.turn()
+    assert [len(b.service.ledger.leases_of(name)) for name in "ab"] == [2, 2]
+
+
+def test_why_a_generator_waits_is_told_when_the_kind_changes(broker):
+    b = broker()
+    b.directory.names = set()
+    b.hello("a", version=-1)
+    assert [f.get("reason") for _, f, _ in b.turn()] == [None, "generator a has no registry entry"]
+    b.directory.names = {"a"}
+    assert [f["reason"] for _, f, _ in b.turn()] == ["no weights held yet"]
+    b.directory.state = "paused"
+    assert [f["reason"] for _, f, _ in b.turn()] == ["the run is paused"]
+    assert b.turn() == []
+    b.directory.state = "running"
+    b.beat("a", version=0)
+    assert ops(b.turn()) == ["lease"] * 2 * B + ["wait"]
+    assert any(line.startswith("a waits: staleness gate: 4 groups") for line in b.ask("status")[1]["status"]["waits"])
+
+
+def test_a_silent_generator_gets_nothing_and_is_forgotten_when_its_entry_is_gone(broker):
+    b = broker(staleness__max=0)
+    b.hello("a", capacity=N)
+    b.turn()
+    b.now += 4.0
+    b.hello("b", capacity=N)
+    assert ops(b.turn()) == ["welcome", "lease"]
+    b.beat("a", capacity=2 * N)
+    b.now += 6.0
+    b.directory.names = {"b"}
+    b.beat("b", capacity=4 * N)
+    sent = b.turn()  # a's group goes to b
+    assert [(f["group"], f["attempt"]) for op, f, _ in sent if op == "lease"] == [(0, 1)]
+    assert b.service.ledger.drops["generator_lost"].count == 1 and len(b.service.peers) == 1
+
+
+def test_progress_renews_and_what_is_not_leased_is_cancelled(broker):
+    b = broker()
+    b.hello("a", capacity=N)
+    b.turn()
+    for tokens in (1, 2):
+        b.now += 15.0
+        b.beat("a", capacity=N, progress=[[0, 0, tokens]])
+        assert b.turn() == []
+    b.beat("a", capacity=N, progress=[[7, 0, 1]])
+    assert [(op, f["group"], f["reason"]) for op, f, _ in b.turn()] == [("cancel", 7, "not_leased")]
+    b.now += 19.9
+    b.beat("a", capacity=N, progress=[[0, 0, 2]])  # alive, but no new token
+    assert b.turn() == []
+    b.now += 0.1
+    assert [(op, f.get("reason"), f.get("attempt")) for op, f, _ in b.turn()] == [
+        ("lease", None, 1), ("cancel", "lease_expired", 0)
+    ]  # fmt: skip
+
+
+def test_a_generator_that_dials_again_is_sent_what_it_still_owes(broker):
+    b = broker()
+    b.hello("a", capacity=N)
+    sent = b.turn()
+    b.server.handle(b"a", encode_sample(make_sample(0, 0, 1)))
+    b.turn()
+    b.tell(b"a-second-connection", "hello", run="r", name="a", incarnation="1", version=0)
+    sent = b.turn()
+    assert ops(sent) == ["welcome", "lease"] and sent[1][1]["indices"] == [0]
+    b.tell(b"a-second-connection", "hello", run="r", name="a", incarnation="1", version=0)
+    assert ops(b.turn()) == ["welcome"]  # the same connection: it only asked for a word
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"response_ids": [100] * 6}, "token_out_of_vocabulary"),
+        ({"version": 1}, "bad_version"),
+        ({"index": 5}, "bad_index"),
+        ({"sampling": {"temperature": 0.0}}, "bad_sampling"),
+        ({"behavior_logprobs": [float("nan")] * 6}, "bad_logprob"),
+    ],
+)
+def test_a_refused_sample_ends_its_lease_and_the_prompt_is_tried_again(broker, tmp_path, changes, reason):
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 100}}')
+    b = broker()
+    b.directory.folder = str(tmp_path)
+    b.hello("a", capacity=N)
+    b.turn()
+    if "response_ids" in changes:
+        changes = {"response_ids": np.array(changes["response_ids"], dtype=np.int32)}
+    if "behavior_logprobs" in changes:
+        changes = {"behavior_logprobs": np.array(changes["behavior_logprobs"], dtype=np.float32)}
+    b.server.handle(b"a", encode_sample(make_sample(0, 0, changes.pop("index", 0), **changes)))
+    sent = b.turn()
+    assert [(op, f.get("reason")) for op, f, _ in sent] == [("refused", reason), ("cancel", reason), ("lease", None)]
+    assert sent[2][1]["attempt"] == 1 and b.ask("status")[1]["status"]["queue/refused_samples"] == 1
+
+
+def test_a_refused_sample_without_a_lease_is_acknowledged_so_that_it_is_forgotten(broker):
+    b = broker()
+    b.hello("a", capacity=N)
+    b.turn()
+    b.server.handle(b"a", encode_sample(make_sample(9, 0, 0, reward=float("nan"))))
+    sent = b.turn()
+    assert [op for op, *_ in sent] == ["acks", "refused"] and sent[0][1]["keys"] == [[9, 0, 0]]
+
+
+def test_a_damaged_payload_is_never_claimed(broker):
+    b = broker()
+    b.hello("a")
+    b.deliver("a", b.turn())
+    b.turn()
+    store = b.service.store
+    store._db.execute("UPDATE payloads SET data = x'00' WHERE id = (SELECT MIN(id) FROM payloads)")
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    op, _, payload = b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)
+    assert op == "claimed" and [g["group"] for g in unpack(payload[0])] == [1, 2]  # not group 0
+    assert b.service.ledger.drops["damaged"].count == 1
+    b.ask("ack_step", epoch=epoch, step=1, applied=True, reason="", settings={}, digest="", optimizer_span=[0, 1])
+
+
+def test_a_waiting_claim_is_told_why_once_a_second_and_served_at_once(broker):
+    b = broker()
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    op, fields, _ = b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)
+    assert (op, fields["reason"]) == ("waiting", "0 of 2 groups are ready for step 1; no generator is connected")
+    b.now += 0.5
+    assert b.turn() == []
+    b.hello("a", capacity=N)
+    b.now += 0.5
+    b.turn()
+    b.now += 1.0
+    b.beat("a", capacity=N)
+    b.server.turn()
+    (answer,) = b.router.take(b"learner")
+    assert answer[1]["reason"] == (
+        "0 of 2 groups are ready for step 1; 1 are leased (the oldest, 0/0, for 1.0 s to a)"
+    )  # fmt: skip
+    b.beat("a", capacity=100)
+    b.deliver("a", [("lease", {"group": 0, "attempt": 0, "indices": [0, 1]}, []), *b.turn()])
+    b.server.turn()
+    (answer,) = b.router.take(b"learner")
+    assert answer[0] == "claimed" and answer[1]["version"] == 0 and not answer[1]["short"]
+
+
+def test_another_staleness_limit_while_running(broker):
+    b = broker(weights__publish_every=2)
+    b.directory.limits["staleness.max"] = 3
+    b.turn()
+    assert b.service.ledger.limit == 3
+    for impossible in (0, -1, "x", 1.5, True):  # 0: the lease gate would close for ever with publish_every=2
+        b.directory.limits["staleness.max"] = impossible
+        b.turn()
+        assert b.service.ledger.limit == 3
+
+
+def test_other_runs_stale_processes_and_learners_of_other_runs_are_refused(broker):
+    b = broker()
+    b.tell(b"x", "hello", run="other", name="x", incarnation="1", version=0)
+    assert b.turn()[0][1]["reason"] == "other_run"
+    b.hello("a", incarnation="1")
+    b.tell(b"a2", "hello", run="r", name="a", incarnation="2", version=0)
+    b.turn()
+    b.tell(b"a3", "hello", run="r", name="a", incarnation="1", version=0)
+    assert b.turn()[0][1]["reason"] == "stale_incarnation"
+    op, fields, _ = b.ask("attach", run="other", name="learner", incarnation="1")
+    assert (op, fields["kind"]) == ("error", "ledger")
+    op, fields, _ = b.ask("claim", epoch=0, step=1, version=0, num_groups=B)
+    assert (op, fields["kind"]) == ("error", "fenced")
+
+
+def test_validation_needs_held_out_prompts(broker, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"data_source": "d", "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}\n'
+    )
+    b = broker(data__task=None, data__train_files=str(path))
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    assert "no held-out prompts" in b.ask("validate", epoch=epoch, step=0, version=0)[1]["detail"]
+
+
+def test_vocabulary_of_a_model_folder(tmp_path):
+    assert read_vocab_size(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    assert read_vocab_size(tmp_path) == 7
+    (tmp_path / "config.json").write_text("{")
+    assert read_vocab_size(tmp_path) is None
+
+
+def random_message(rng, ops):
+    """A message whose header obeys the schema by name, with values of any kind."""
+
+    def value(kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        kind = rng.choice(kinds) if rng.random() < 0.9 else rng.choice([int, str, list, dict, type(None)])
+        numbers = [0, 1, 2, 3, -1, 7, 1 << 40, -(1 << 61)]
+        return {
+            int: rng.choice(numbers), float: rng.random(), str: rng.choice(["r", "a", "b", "1", "x" * 2_000, ""]),
+            bool: rng.random() < 0.5, type(None): None,
+            list: rng.choice([[], [[0, 0, 1]], [[1, 0]], [0, 1], ["x"], [[0, 0, 0]] * 50, [None], [1.5, 2.5]]),
+            dict: rng.choice([{}, {"until": 1.0}, {"a": [1]}, {"tokens": float("nan")}, {"x": b"y"}]),
+        }[kind]  # fmt: skip
+
+    op = rng.choice(sorted(ops))
+    header = {"v": 1, "op": op, **{name: value(kind) for name, kind in ops[op].items()}}
+    if rng.random() < 0.05:
+        header.pop(rng.choice(sorted(header)))
+    return [msgpack.packb(header), *[rng.randbytes(rng.randrange(40)) for _ in range(rng.choice([0, 0, 1, 2]))]]
+
+
+def test_no_message_ends_the_broker(broker):
+    """Random headers of every kind from several peers, between real samples: refused or served, never an exception."""
+    b, rng = broker(), random.Random(0)
+    b.hello("a")
+    everything = GENERATOR_OPS | LEARNER_OPS
+    for i in range(8_000):
+        peer = rng.choice([b"a", b"b", b"learner"])
+        b.server.handle(peer, random_message(rng, everything))
+        if i % 10 == 0:
+            b.now += 0.2
+            b.hello("a", version=min(b.service.ledger.counters.version, 3))
+            b.deliver("a", [m for m in b.turn() if m[0] == "lease"][:2])
+        counts = b.service.ledger.counts["train"]
+        assert min(counts.values(), default=0) >= 0
+    b.turn()
+    assert sum(b.service.refused.values()) > 1_000 and len(b.service.refused) > 5
+    snapshot = b.service.store.snapshot()
+    assert snapshot.counts["train"] == {s: n for s, n in b.service.ledger.counts["train"].items() if n}
