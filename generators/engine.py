@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -82,7 +83,7 @@ class Engine:
         folder = Path(tempfile.mkdtemp(prefix="leeway-"))
         mailbox = Mailbox((mailbox_address or f"{folder}/events").removeprefix("ipc://"))
         try:
-            llm = await _in_own_thread(lambda: _start_vllm(model_path, config, seed, folder))
+            llm = await _in_own_thread(lambda abandoned: _start_vllm(model_path, config, seed, folder, abandoned))
         except BaseException:
             mailbox.close()
             shutil.rmtree(folder, ignore_errors=True)
@@ -248,10 +249,14 @@ def _spans(stamped: Any, num_tokens: int, request_id: str) -> list[tuple[int, in
 
 
 # ---------------------------------------------------------------- starting vLLM
-async def _in_own_thread(start: Callable[[], Any]) -> Any:
-    """Run ``start`` in a thread that never ends: the child is killed when the thread that made it does."""
+async def _in_own_thread(start: Callable[[threading.Event], Any]) -> Any:
+    """Run ``start`` in a thread that never ends: the child is killed when the thread that made it does.
+
+    ``start`` gets an event that is set if nobody waits for it any more.
+    """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
+    abandoned = threading.Event()
 
     def settle(value: Any, error: Exception | None) -> None:
         if not result.done():
@@ -260,18 +265,31 @@ async def _in_own_thread(start: Callable[[], Any]) -> Any:
     def run() -> None:
         value, error = None, None
         try:
-            value = start()
+            value = start(abandoned)
         except Exception as e:
-            error = EngineError(f"vLLM does not start: {type(e).__name__}: {e}")
+            error = e if isinstance(e, EngineError) else EngineError(f"vLLM does not start: {type(e).__name__}: {e}")
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(settle, value, error)
-        threading.Event().wait()
+        if error is None:
+            threading.Event().wait()
 
     threading.Thread(target=run, name="engine-parent", daemon=True).start()
-    return await result
+    try:
+        return await result
+    except asyncio.CancelledError:
+        abandoned.set()
+        _kill_children()
+        raise
 
 
-def _start_vllm(model_path: str, config: Config, seed: int, folder: Path) -> Any:
+def _kill_children() -> None:
+    """An engine that is still starting; else this process would wait for it when it ends."""
+    for child in multiprocessing.active_children():
+        if child.name.startswith("EngineCore"):
+            child.kill()
+
+
+def _start_vllm(model_path: str, config: Config, seed: int, folder: Path, abandoned: threading.Event) -> Any:
     _set_environment(model_path, folder)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -279,6 +297,8 @@ def _start_vllm(model_path: str, config: Config, seed: int, folder: Path) -> Any
 
     args = AsyncEngineArgs(**_engine_args(model_path, config, seed, current_platform.is_cpu()))
     with _for_children(folder):
+        if abandoned.is_set():
+            raise EngineError("the engine is no longer wanted")
         return AsyncLLM.from_engine_args(args)
 
 
