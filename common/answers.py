@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from fractions import Fraction
+from typing import Any, Literal
 
 MAX_NUMBER_CHARS = 400  # longer digit strings are no answer to anything
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -22,6 +23,7 @@ _NUMBER = re.compile(
 _BOX = re.compile(r"\\(?:boxed|fbox)[^\S\n]*")
 _BRACE = re.compile(r"[{}]")
 _MARKER = re.compile(r"####+[^\S\n]*\n?([^\n]*)")
+_PHRASE = re.compile(r"(?i:answer)(?: is|:|\s*=)[\s*_]*([^\n]*)")
 _DECORATION = " \t*_`"
 _LATEX_NOISE = (
     ("-\\$", "-"),
@@ -129,6 +131,63 @@ def reference_number(text: str) -> Fraction | None:
     if marked(plain) is None and not has_box(plain) and sum(1 for _ in _NUMBER.finditer(plain)) != 1:
         return None
     return final_number(text)
+
+
+def final_expression(text: str) -> str | None:
+    """The mathematical answer of a response, as LaTeX: the last box, else behind the last ``####``, else behind
+    the last "answer is" or "Answer:", else the last number.
+
+    None is "no answer"; also when the last box is never closed.
+    """
+    text = clean(text)
+    if has_box(text):
+        return last_boxed(text)
+    line = marked(text)
+    if line is None:
+        phrases = _PHRASE.findall(text)
+        line = phrases[-1] if phrases else None
+    if line is not None and line.strip(" *_`."):
+        return line.strip(" *_`").rstrip(".")
+    value = last_number(text)
+    return None if value is None else str(value)
+
+
+def reference_expression(text: str) -> str | None:
+    """The mathematical answer of a reference: a solution with a box or a ``####``, or the bare answer."""
+    plain = clean(text)
+    if has_box(plain) or marked(plain) is not None:
+        return final_expression(text)
+    return plain.strip() or None
+
+
+# ---------------------------------------------------------------- which data sources are answered how
+_NUMBERS = ("openai/gsm8k", "gsm8k")
+_EXPRESSIONS = (
+    "lighteval/MATH",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "HuggingFaceH4/MATH-500",
+    "math",
+    "math_dapo",
+    "math_dapo_reasoning",
+)
+SOURCES = (*_NUMBERS, *_EXPRESSIONS, "aime*")
+
+
+def answer_kind(data_source: str) -> Literal["number", "expression"] | None:
+    """How responses to this data source are answered; None: it has no built-in reward of this kind."""
+    if data_source in _NUMBERS:
+        return "number"
+    return "expression" if data_source in _EXPRESSIONS or data_source.startswith("aime") else None
+
+
+def reference_fault(data_source: str, ground_truth: Any) -> str | None:
+    """Why a built-in reward cannot score against this reference and what to do, or None."""
+    kind, text = answer_kind(data_source), str(ground_truth)
+    if kind == "number" and reference_number(text) is None:
+        return f"no single number in the reference {text[:80]!r}; write it as a number or behind `####`"
+    if kind == "expression" and reference_expression(text) is None:
+        return f"no answer in the reference {text[:80]!r}; write the bare answer or box it"
+    return None
 
 
 def _boxed_number(text: str) -> Fraction | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.answers import SOURCES, answer_kind
 from common.tasks import TASKS
 from generators.rewards import gsm8k, maths
 
@@ -34,7 +35,6 @@ class BuiltIn:
     """A scorer that comes with Leeway."""
 
     compute_score: ComputeScore
-    reference_fault: Callable[[Any], str | None]
     isolated: bool  # may take arbitrarily long: only in the killable process
 
 
@@ -44,26 +44,18 @@ def _task_score(
     return TASKS[data_source].score(solution_str, ground_truth, extra_info)
 
 
-_GSM8K = BuiltIn(gsm8k.compute_score, gsm8k.reference_fault, isolated=False)
-_MATHS = BuiltIn(maths.compute_score, maths.reference_fault, isolated=True)
-_TASK = BuiltIn(_task_score, lambda _: None, isolated=False)
-_SOURCES = {
-    "openai/gsm8k": _GSM8K,
-    "gsm8k": _GSM8K,
-    "lighteval/MATH": _MATHS,
-    "DigitalLearningGmbH/MATH-lighteval": _MATHS,
-    "HuggingFaceH4/MATH-500": _MATHS,
-    "math": _MATHS,
-    "math_dapo": _MATHS,
-    "math_dapo_reasoning": _MATHS,
-    **dict.fromkeys(TASKS, _TASK),
-}
+_GSM8K = BuiltIn(gsm8k.compute_score, isolated=False)
+_MATHS = BuiltIn(maths.compute_score, isolated=True)
+_TASK = BuiltIn(_task_score, isolated=False)
 
 
 def built_in(data_source: str) -> BuiltIn | None:
     """The scorer of a data source, or None if there is none (then the user has to give a function)."""
-    return _MATHS if data_source.startswith("aime") else _SOURCES.get(data_source)
+    if data_source in TASKS:
+        return _TASK
+    return {"number": _GSM8K, "expression": _MATHS, None: None}[answer_kind(data_source)]
 
 
 def sources() -> list[str]:
-    return sorted([*_SOURCES, "aime*"])
+    """The data sources that have a built-in scorer."""
+    return sorted([*TASKS, *SOURCES])

@@ -18,10 +18,3 @@ def compute_score(
     """1.0 if the response (and only the response is looked at) ends in the right number, else 0.0."""
     answer = final_number(solution_str)
     return float(answer is not None and answer == reference_number(str(ground_truth)))
-
-
-def reference_fault(ground_truth: Any) -> str | None:
-    """Why a reference cannot be scored against, or None."""
-    if reference_number(str(ground_truth)) is None:
-        return f"no single number in the reference {str(ground_truth)[:80]!r}; write it as a number or behind `####`"
-    return None

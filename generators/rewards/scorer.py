@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from common.answers import reference_fault
 from common.config import Config
 from generators.rewards import ERROR, BuiltIn, Score, built_in, sources
 from generators.rewards.pool import RewardProcess
@@ -39,13 +40,12 @@ class Scorer:
         if self._custom is not None:
             return None
         source = row["data_source"]
-        scorer = built_in(source)
-        if scorer is None:
+        if built_in(source) is None:
             return "unknown_data_source", (
                 f"data_source={source!r} has no built-in reward (there are {', '.join(sources())}); "
                 "give reward.custom_function.path"
             )
-        fault = scorer.reference_fault(row["reward_model"]["ground_truth"])
+        fault = reference_fault(source, row["reward_model"]["ground_truth"])
         return ("bad_reference", fault) if fault else None
 
     async def score(self, row: dict[str, Any], text: str, num_tokens: int) -> Score:

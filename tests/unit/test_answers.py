@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from common.answers import final_number, last_boxed, reference_number
+from common.answers import final_number, last_boxed, reference_fault, reference_number
 from generators.rewards import built_in, gsm8k, maths
 
 MINUS = "\u2212"
@@ -47,10 +47,11 @@ def test_r9_references_go_through_the_same_parser():
     reference = "She has 10 - 4 = 6 apples, and owes 9.\n#### -3"
     assert reference_number(reference) == -3
     assert gsm("#### -3", reference) == 1.0 and gsm("#### 3", reference) == 0.0
-    assert gsm8k.reference_fault(reference) is None
-    assert "'three'" in (gsm8k.reference_fault("three") or "")
-    assert gsm8k.reference_fault("5 or 6") is not None
-    assert maths.reference_fault(r"\boxed{7} so \boxed{") is not None
+    assert reference_fault("openai/gsm8k", reference) is None and reference_fault("openai/gsm8k", -3) is None
+    assert "'three'" in (reference_fault("openai/gsm8k", "three") or "")
+    assert reference_fault("openai/gsm8k", "5 or 6") is not None
+    assert reference_fault("math", r"\boxed{7} so \boxed{") is not None
+    assert reference_fault("math", "x+1") is None and reference_fault("acme/own", "") is None
 
 
 @pytest.mark.parametrize("compute_score", [gsm8k.compute_score, maths.compute_score])
