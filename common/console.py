@@ -117,6 +117,7 @@ class LiveTable:
         self._config, self._feed, self._entries, self._desired = config, feed, entries, desired
         self._lines: deque[str] = deque(maxlen=_SHOWN_LINES)
         self._started, self._drawn = time.monotonic(), 0.0
+        self._last_entries: list[Entry] = []
         self._live = Live(console=RichConsole(file=out), auto_refresh=False, transient=False)
         self._live.start()
 
@@ -137,8 +138,9 @@ class LiveTable:
     def _draw(self) -> None:
         self._drawn = time.monotonic()
         seconds = int(self._drawn - self._started)
+        self._last_entries = self._entries() or self._last_entries  # at the end all have left
         view = render(
-            self._config, self._feed.history, self._entries(), self._desired(), list(self._lines), seconds=seconds
+            self._config, self._feed.history, self._last_entries, self._desired(), list(self._lines), seconds=seconds
         )
         self._live.update(view, refresh=True)
 
@@ -170,11 +172,12 @@ def render(
 def processes(entries: list[Entry]) -> Table:
     """One line per process of the registry."""
     table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for heading in ("process", "version", "state", "pid"):
-        table.add_column(heading, header_style="bold", no_wrap=True)
+    for heading in ("process", "pid", "version"):
+        table.add_column(heading, header_style="bold", no_wrap=True, min_width=7)
+    table.add_column("state", header_style="bold", no_wrap=True, overflow="ellipsis", ratio=1)
     order = {"broker": 0, "learner": 1}
     for e in sorted(entries, key=lambda e: (order.get(e.role, 2), e.name)):
-        table.add_row(e.name, "–" if e.version < 0 else str(e.version), e.state, str(e.pid))
+        table.add_row(e.name, str(e.pid), "–" if e.version < 0 else str(e.version), e.state)
     return table
 
 

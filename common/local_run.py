@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUN_FILE = "run.json"
 ROLES = ("broker", "learner", "generators")
 INTERRUPTED = 130
+_READS_S = 2.5  # a role has read the desired state by then
 _LAST_S = 2.0  # for broker and Redis, once the learner is down
 _log = logging.getLogger(logs.LOGGER)
 
@@ -57,12 +59,14 @@ def role_command(role: str, config: Config, folder: Path, arguments: list[str]) 
     """The command line of a role; the learner's ranks are started by torch.distributed.run."""
     if role != "learner":
         return [sys.executable, "-m", role, *arguments]
-    store = folder / f"rendezvous-{uuid.uuid4().hex[:8]}"
+    place = folder / "rendezvous"  # of the agent: its store, and a folder for logs that it wants to have
+    place.mkdir(exist_ok=True)
+    name = uuid.uuid4().hex[:8]
     return [
         sys.executable, "-m", "torch.distributed.run",
         "--nnodes=1", f"--nproc-per-node={config.trainer.nproc_per_node}", "--max-restarts=0",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint={store}", "--rdzv-conf=store_type=file",
-        f"--rdzv-id={store.name}", "--local-addr=127.0.0.1",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={place / name}", "--rdzv-conf=store_type=file",
+        f"--rdzv-id={name}", f"--log-dir={place}", "--local-addr=127.0.0.1",
         f"--shutdown-timeout={max(1, int(config.run.stop_timeout_s))}",
         "-m", "learner", *arguments,
     ]  # fmt: skip
@@ -158,8 +162,7 @@ class LocalRun:
         return start
 
     def _remove_rendezvous(self) -> None:
-        for old in self.folder.glob("rendezvous-*"):
-            old.unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "rendezvous", ignore_errors=True)
 
     def _save_config(self) -> None:
         tree = self.config.model_dump(mode="json")
@@ -227,28 +230,37 @@ class LocalRun:
         if self.supervisor.interrupts:
             self.console.note("stopping; once more Ctrl-C kills at once")
         with contextlib.suppress(ControlError):
-            control.set_desired("stopped", "launcher")
+            if control.desired() != "stopped":
+                control.set_desired("stopped", "launcher")
         self.supervisor.signal(signal.SIGTERM, "generators")
-        learner = self.supervisor.children.get("learner")
-        if learner is not None and learner.process is not None:
-            terminate_workers(learner.process)
-
-        def tick() -> bool:
-            self.console.tick()
-            return True
-
-        wait = self.supervisor.wait_for_end
-        if not wait(["learner"], deadline, tick):
-            _log.warning("the learner did not end in time and is killed")
+        self._end_learner(control, deadline)
         self.supervisor.signal(signal.SIGTERM, "broker")
-        late = time.monotonic() + _LAST_S
-        if not wait(["broker", "generators"], max(deadline, late), tick):
-            names = [n for n in ("broker", "generators") if n in self.supervisor.children]
-            alive = [n for n in names if self.supervisor.children[n].alive]
-            _log.warning("%s did not end in time and is killed", " and ".join(alive))
+        self._await(["broker", "generators"], max(deadline, time.monotonic() + _LAST_S))
         self.supervisor.signal(signal.SIGTERM, "redis")
-        wait(["redis"], time.monotonic() + 1.0, tick)
+        self._await(["redis"], time.monotonic() + 1.0)
         self.supervisor.kill_all()
+
+    def _end_learner(self, control: Control, deadline: float) -> None:
+        """It reads the desired state itself; a signal only if it has not begun, or does not (one might hit its end)."""
+        learner = self.supervisor.children.get("learner")
+        if learner is None or learner.process is None:
+            return
+        if control.connected and (learner.ready or control.entries("learner")):
+            soon = min(deadline, time.monotonic() + _READS_S)
+            self.supervisor.wait_for_end(["learner"], soon, self._show)
+        if learner.alive:
+            terminate_workers(learner.process)
+        self._await(["learner"], deadline)
+
+    def _await(self, names: list[str], deadline: float) -> None:
+        if not self.supervisor.wait_for_end(names, deadline, self._show):
+            alive = [n for n in names if n in self.supervisor.children and self.supervisor.children[n].alive]
+            for name in alive:
+                _log.warning("%s did not end in time and is killed", name)
+
+    def _show(self) -> bool:
+        self.console.tick()
+        return True
 
     def _report(self, outcome: Outcome) -> int:
         """The summary, and last of all the error if there is one."""

@@ -40,11 +40,8 @@ def test_the_table_shows_what_a_user_asks_for():
     lines = text.splitlines()
     broker, generator = (next(line for line in lines if name in line) for name in ("broker", "generator-1"))
     assert lines.index(broker) < lines.index(generator)
-    assert broker.split()[1:4] == ["broker", "–", "serves"] and generator.split()[1:4] == [
-        "generator-1",
-        "29",
-        "samples",
-    ]
+    assert broker.split()[1:5] == ["broker", "10", "–", "serves"]
+    assert generator.split()[1:5] == ["generator-1", "12", "29", "samples"]
 
 
 def test_the_table_of_a_run_that_has_not_begun():
