@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from common.errors import LeewayError
+from common.errors import LeewayError, Stopped
 from learner import validation
 from learner.export import save_hf
 
@@ -22,10 +22,13 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
     stopped = ended == "stopped"
     target = learner.run_dir / "hf"
     save_hf(target, learner.models.actor.module, tokenizer, dtype=learner.config.model.dtype, ranks=learner.ranks)
-    learner.save(wanted=True)
-    if not stopped:
-        learner.publish(always=True)
-        validation.validate_last(learner)
+    try:
+        learner.save(wanted=True)
+        if not stopped:
+            learner.publish(always=True)
+            validation.validate_last(learner)
+    except Stopped as e:
+        learner.log.warning("%s", e)
     write_summary(learner, ended)
     if not stopped:
         end_the_others(learner, ended)

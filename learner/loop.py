@@ -162,7 +162,7 @@ class Learner:
             resume.restore_weights(self)
 
     def publish(self, *, always: bool = False) -> None:
-        """Send the weights every `weights.publish_every` versions. Returns once they are copied out."""
+        """Send the weights every `weights.publish_every` versions, or `always`. Returns once they are copied out."""
         version = self.progress.version
         if version - self.published < (1 if always else self.config.weights.publish_every):
             return
@@ -178,7 +178,7 @@ class Learner:
         step, freq = self.progress.step, self.config.trainer.save_freq
         if step == self.saved or not (wanted or (freq > 0 and step % freq == 0)):
             return
-        path = self.checkpoints.save(step, self.models, self.progress.as_state())
+        path = self.checkpoints.save(step, self.models, self.progress.as_state(time.monotonic() - self.started))
         self.saved = step
         self.feed.checkpoint_valid(step=step, path=str(path))
         ending.write_summary(self, "")

@@ -53,8 +53,9 @@ class Progress:
         """Mean score of the last `window` steps, once there are as many."""
         return sum(self.last_scores) / window if len(self.last_scores) == window else None
 
-    def as_state(self) -> dict[str, Any]:
-        return asdict(self)
+    def as_state(self, seconds: float) -> dict[str, Any]:
+        """seconds: since this process started."""
+        return {**asdict(self), "seconds": self.seconds + seconds}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:

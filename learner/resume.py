@@ -29,12 +29,8 @@ def resume(learner: Learner, attached: Any) -> None:
     """
     path = learner.checkpoints.latest(at_most=attached.step)
     if path is None:
-        if attached.step > 0:
-            raise CheckpointError(
-                f"{learner.checkpoints.folder}: no valid checkpoint, but the ledger has {attached.step} steps; "
-                "restore the folder from a copy, or start a new run"
-            )
-        path = learner.checkpoints.save(0, learner.models, learner.progress.as_state())
+        refuse_to_start_over(learner, attached)
+        path = learner.checkpoints.save(0, learner.models, learner.progress.as_state(0.0))
         learner.feed.checkpoint_valid(step=0, path=str(path))
         learner.saved = 0
         return
@@ -46,6 +42,20 @@ def resume(learner: Learner, attached: Any) -> None:
             f"says step {attached.step}, version {attached.version}"
         )
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
+
+
+def refuse_to_start_over(learner: Learner, attached: Any) -> None:
+    """Without a checkpoint to continue from, only a run without steps and without checkpoints may start."""
+    folder, newer = learner.checkpoints.folder, learner.checkpoints.latest()
+    if attached.step > 0:
+        raise CheckpointError(
+            f"{folder}: no valid checkpoint, but the ledger has {attached.step} steps; "
+            "restore the folder from a copy, or start a new run"
+        )
+    if newer is not None:
+        raise CheckpointError(
+            f"{newer}: is there, but the ledger has no steps; restore the ledger from a copy, or start a new run"
+        )
 
 
 def restore_weights(learner: Learner) -> None:

@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from common.metrics import MetricsWriter
 from common.roles import Role
 from learner import ending, resume
@@ -44,6 +46,7 @@ class Session:
             ConfigError, CheckpointError, Stopped.
         """
         role, config, control = self.role, self.role.config, self.role.control
+        torch.use_deterministic_algorithms(config.trainer.deterministic)
         ranks = join_ranks()
         self._open.callback(leave_ranks)
         served = served_folder(config, role.run_dir)
@@ -78,7 +81,7 @@ class Session:
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached)
-        self.learner.publish()
+        self.learner.publish(always=True)
         return self.learner
 
     def finish(self, ended: str) -> None:

@@ -55,7 +55,7 @@ def ask_if_due(learner: Learner, *, always: bool = False) -> None:
 
 def validate_last(learner: Learner) -> None:
     """Validate the last version and wait for it, at most `FINAL_WAIT_S`; a stop ends the wait."""
-    if learner.config.trainer.test_freq <= 0 or learner.progress.step == 0:
+    if learner.config.trainer.test_freq <= 0 or learner.progress.step == 0 or not learner.control.entries("generator"):
         return
     ask_if_due(learner, always=True)
     validations, deadline = learner.validations, time.monotonic() + FINAL_WAIT_S

@@ -190,6 +190,9 @@ class SimulatedControl:
     def desired(self) -> str:
         return self.state
 
+    def entries(self, role: str | None = None) -> list[Any]:
+        return []
+
     def set_desired(self, state: str, who: str) -> None:
         self.state = state
 

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM
 from common.config import Config
 from common.errors import CheckpointError, LeewayError
 from common.metrics import declared
+from common.summary import Summary
 from common.wire import Sample
-from learner import estimates, resume
+from learner import ending, estimates, resume
 from learner.batch import make_batch
 from learner.estimates import StartOfStep, make_kl_controller, make_targets
+from learner.initial import load_tokenizer
 from learner.loop import Learner
 from learner.model import published_weights, weights_digest, whole
 from learner.models import load_models
@@ -105,7 +107,7 @@ def test_a_step_is_what_a_plain_loop_over_samples_computes(folder: Path, learner
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert 0 < _distance(_weights(learner), dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()))
+    assert _distance(_weights(learner), dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())) > 0
     assert _distance(_weights(learner), dict(lm.named_parameters())) < 1e-7
 
 
@@ -131,10 +133,11 @@ def test_how_rows_fall_on_micro_batches_changes_nothing(learner_of: Callable[...
 
 def test_a_step_makes_a_version_publishes_it_and_writes_declared_metrics(learner_of: Callable[..., Learner]) -> None:
     learner = learner_of(make_config("weights.publish_every=2", "trainer.save_freq=2"))
+    learner.publish(always=True)
     for _ in range(4):
         assert learner.step()
     assert learner.progress.version == 4
-    assert learner.publisher.versions == [1, 3]
+    assert learner.publisher.versions == [0, 2, 4]
     assert learner.feed.checkpoints == [0, 2, 4]
     assert [r.digest for r in learner.feed.step_rows][-1] == weights_digest(learner.models.actor.module)
     assert learner.feed.step_rows[0].settings["actor.optim.lr"] == 1e-3
@@ -359,7 +362,8 @@ def test_resumed_equals_unbroken_on_recorded_rollouts(
     assert _distance(_weights(first), _weights(second)) < 1e-6
     assert second.publisher.versions == []
     assert (len(feed.step_rows), sorted(writer.lines)) == (5, [1, 2, 3, 4, 5])
-    assert second.progress == dataclasses.replace(first.progress, publications=second.progress.publications)
+    same = {"publications": first.progress.publications, "seconds": 0.0}
+    assert dataclasses.replace(second.progress, **same) == first.progress
     go_on(second, 8)
     assert _distance(_weights(unbroken), _weights(second)) < 1e-6
     assert second.models.kl_controller.value == pytest.approx(unbroken.models.kl_controller.value)
@@ -383,6 +387,47 @@ def test_steps_without_any_checkpoint_are_an_error_that_says_so(folder: Path, tm
     learner = make_learner(config, load_models(config, folder, alone()), feed, tmp_path)
     with pytest.raises(CheckpointError, match="no valid checkpoint, but the ledger has 1 steps"):
         resume.resume(learner, feed.attach())
+
+
+def test_checkpoints_without_a_ledger_are_not_overwritten(learner_of: Callable[..., Learner]) -> None:
+    config = make_config("trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
+    first = learner_of(config, folder="kept")
+    for _ in range(3):
+        first.step()
+    with pytest.raises(CheckpointError, match="step_3: is there, but the ledger has no steps"):
+        learner_of(config, SimulatedFeed(lambda step, version: None), folder="kept")
+
+
+def test_the_end_leaves_a_loadable_folder_a_checkpoint_and_a_summary(
+    folder: Path, learner_of: Callable[..., Learner]
+) -> None:
+    config = make_config("run.max_steps=3", "weights.publish_every=2", "staleness.max=2")
+    learner = learner_of(config)
+    learner.publish(always=True)
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(folder, config))
+    loaded = AutoModelForCausalLM.from_pretrained(learner.run_dir / "hf")
+    assert _distance(_weights(learner), dict(loaded.named_parameters())) == 0
+    assert learner.checkpoints.steps() == [0, 3]
+    assert learner.publisher.versions == [0, 2, 3]
+    assert learner.control.state == "stopped"
+    summary = Summary.read(learner.run_dir)
+    assert (summary.ended, summary.step, summary.version) == ("max_steps reached", 3, 3)
+    assert (summary.samples_trained, summary.staleness_max, summary.publications) == (48, 0, 3)
+    assert summary.hf_dir == str(learner.run_dir / "hf")
+    scores = [line["critic/score/mean"] for line in learner.writer.lines.values()]
+    assert summary.score_first == pytest.approx(np.mean(scores))
+
+
+def test_a_stop_ends_in_a_checkpoint_and_a_folder_too(folder: Path, learner_of: Callable[..., Learner]) -> None:
+    config = make_config()
+    learner = learner_of(config)
+    learner.step()
+    learner.stop.set()
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(folder, config))
+    assert learner.checkpoints.steps() == [0, 1]
+    assert (learner.run_dir / "hf" / "model.safetensors").exists()
+    assert Summary.read(learner.run_dir).ended == "stopped"
+    assert learner.control.state == "running"  # the others were not told: they may wait for another learner
 
 
 def test_the_run_ends_at_its_goal_its_steps_its_data_or_a_stop(learner_of: Callable[..., Learner]) -> None:
