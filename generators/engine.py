@@ -216,7 +216,7 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _sampling_params(temperature: float, top_p: float, top_k: int, max_tokens: int, stream: bool) -> Any:
-    """vLLM's request settings; it copies them for each request."""
+    """vLLM's request settings. Requests share them: its own deep copy costs more than a short request's sampling."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -228,6 +228,7 @@ def _sampling_params(temperature: float, top_p: float, top_k: int, max_tokens: i
         max_tokens=max_tokens,
         logprobs=0,  # the sampled token's only
         flat_logprobs=True,
+        skip_clone=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )
