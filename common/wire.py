@@ -24,6 +24,7 @@ MAX_FRAMES = 4096
 MAX_CONTAINERS = 20_000
 MAX_DEPTH = 16
 _INT32_END = 1 << 31
+_INT_END = 1 << 62
 
 # ---------------------------------------------------------------- headers
 # op -> field -> type. `int` excludes bool; `float` admits int; a tuple is "one of".
@@ -217,11 +218,10 @@ def decode(frames: list[bytes], ops: dict[str, dict[str, Any]]) -> tuple[str, di
 
 
 def _is(value: Any, kind: Any) -> bool:
-    if isinstance(value, bool):
-        return kind is bool
-    if kind is float:
-        kind = (int, float)
-    return isinstance(value, kind) and not (isinstance(value, int) and not -(1 << 62) < value < 1 << 62)
+    found = type(value)
+    if found is not kind and not (found in kind if type(kind) is tuple else kind is float and found is int):
+        return False
+    return found is not int or -_INT_END < value < _INT_END
 
 
 # ---------------------------------------------------------------- samples
@@ -382,8 +382,11 @@ def _triples(flat: list[int]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _numbers(m: Any) -> dict[str, float]:
-    if not isinstance(m, dict) or not all(isinstance(v, (int, float)) for v in m.values()):
+    if type(m) is not dict:
         raise TypeError("not a map of numbers")
+    for value in m.values():
+        if type(value) not in Number:
+            raise TypeError("not a map of numbers")
     return m
 
 
