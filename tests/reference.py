@@ -73,17 +73,14 @@ def gae(rewards, values, mask, gamma, lam):
         v_next = [*v[1:], 0.0]
         delta = [r[t] + gamma * v_next[t] - v[t] for t in range(len(r))]
         from_t = range(len(r))
-        advantages.append(
-            [sum((gamma * lam) ** (u - t) * delta[u] for u in from_t[t:]) for t in from_t]
-        )
+        advantages.append([sum((gamma * lam) ** (u - t) * delta[u] for u in from_t[t:]) for t in from_t])
     advantages = place(advantages, mask)
     return advantages, (advantages + values) * mask
 
 
 def discounted_returns(rewards, mask, gamma):
     returns = [
-        [sum(gamma ** (u - t) * r[u] for u in range(t, len(r))) for t in range(len(r))]
-        for r in rows(rewards, mask)
+        [sum(gamma ** (u - t) * r[u] for u in range(t, len(r))) for t in range(len(r))] for r in rows(rewards, mask)
     ]
     return place(returns, mask)
 

@@ -76,9 +76,7 @@ def test_worked_examples():
     mask, groups = torch.ones(4, 1), torch.tensor([0, 0, 0, 1])
     scores = torch.tensor([[1.0], [0.0], [0.5], [0.7]])
     close(grpo(scores, mask, groups).flatten(), [1.0, -1.0, 0.0, 0.7], rtol=1e-5)
-    close(
-        grpo(scores, mask, groups, norm_by_std=False).flatten(), [0.5, -0.5, 0.0, 0.7], rtol=1e-6
-    )
+    close(grpo(scores, mask, groups, norm_by_std=False).flatten(), [0.5, -0.5, 0.0, 0.7], rtol=1e-6)
     close(rloo(scores, mask, groups).flatten(), [0.75, -0.75, 0.0, 0.7], rtol=1e-6)
 
 
@@ -233,7 +231,5 @@ def test_rows_in_a_padded_batch_are_what_they_are_alone():
 
 def test_overlong_penalty_grows_through_the_buffer():
     lengths = torch.tensor([10, 80, 85, 90, 100, 120])
-    penalty = overlong_penalty(
-        lengths, max_response_length=100, buffer_tokens=20, penalty_factor=2.0
-    )
+    penalty = overlong_penalty(lengths, max_response_length=100, buffer_tokens=20, penalty_factor=2.0)
     close(penalty, [0.0, 0.0, -0.5, -1.0, -2.0, -2.0], rtol=1e-6)

@@ -122,9 +122,7 @@ def test_a_nan_on_a_live_token_is_not_rejected_but_reaches_the_loss():
         assert rejection_mask(proximal, behavior, mask, mode=mode, threshold=bounds)[1, 4] == 1
     for level in LEVELS:
         for threshold in (2.0, "0.1_9"):
-            weights = importance_weights(
-                proximal, behavior, mask, level=level, threshold=threshold
-            )
+            weights = importance_weights(proximal, behavior, mask, level=level, threshold=threshold)
             assert weights[1, 4].isnan() and weights[0].isfinite().all()
 
 
@@ -158,9 +156,7 @@ def test_no_live_token_gives_zeros():
 def test_offpolicy_metrics(seed):
     b = reference.random_batch(seed, spread=0.2)
     ours = {name: float(value) for name, value in offpolicy_metrics(*inputs(b)).items()}
-    assert ours == pytest.approx(
-        reference.offpolicy_metrics(b.proximal, b.behavior, b.mask), rel=1e-6
-    )
+    assert ours == pytest.approx(reference.offpolicy_metrics(b.proximal, b.behavior, b.mask), rel=1e-6)
 
 
 def test_equal_policies_are_at_no_distance():
@@ -184,9 +180,7 @@ def test_loglinear_lies_between_sampler_and_current_policy():
 
 def test_loglinear_has_no_gradient_and_none_passes_through_the_ratio_of_a_fresh_token():
     logprobs = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-    proximal = loglinear_proximal(
-        logprobs, torch.tensor([[-2.0]]), torch.tensor([[3]]), current_version=3
-    )
+    proximal = loglinear_proximal(logprobs, torch.tensor([[-2.0]]), torch.tensor([[3]]), current_version=3)
     assert not proximal.requires_grad and proximal.dtype == torch.float64
     loss, _ = policy_loss(
         logprobs, proximal, torch.ones(1, 1), torch.ones(1, 1), mode="vanilla",

@@ -106,9 +106,7 @@ def expected_gradient(sampler, weights, advantages, mode="vanilla"):
 
 
 def weights(level, threshold=math.inf):
-    return importance_weights(
-        logprobs_of(CURRENT), logprobs_of(BEHAVIOR), MASK, level=level, threshold=threshold
-    )
+    return importance_weights(logprobs_of(CURRENT), logprobs_of(BEHAVIOR), MASK, level=level, threshold=threshold)
 
 
 def test_the_enumeration_is_one():
@@ -155,10 +153,7 @@ def test_truncation_is_biased_and_the_bias_vanishes_with_the_bound():
     bounds = [1.0, 1.5, 2.0, 4.0, 8.0, 1000.0]
     for level in ("sequence", "token", "geometric"):
         bias = [
-            distance(
-                expected_gradient(probability(BEHAVIOR), weights(level, bound), SCORES), EXACT
-            )
-            for bound in bounds
+            distance(expected_gradient(probability(BEHAVIOR), weights(level, bound), SCORES), EXACT) for bound in bounds
         ]
         print(f"\n{level} weights ≤ {bounds}:", " ".join(f"{b:.3f}" for b in bias))
         if level == "sequence":

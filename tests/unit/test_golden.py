@@ -86,17 +86,13 @@ def test_grpo(case):
     same(grpo(rewards, mask, groups, norm_by_std=case["norm_adv_by_std"]), case["advantages"])
 
 
-@pytest.mark.parametrize(
-    "case", cases("advantages.json", estimator="rloo"), ids=lambda c: c["seed"]
-)
+@pytest.mark.parametrize("case", cases("advantages.json", estimator="rloo"), ids=lambda c: c["seed"])
 def test_rloo(case):
     rewards, mask = tensors(case, "token_level_rewards", "response_mask")
     same(rloo(rewards, mask, torch.tensor(case["group"])), case["advantages"])
 
 
-@pytest.mark.parametrize(
-    "case", cases("advantages.json", estimator="reinforce_plus_plus"), ids=lambda c: c["seed"]
-)
+@pytest.mark.parametrize("case", cases("advantages.json", estimator="reinforce_plus_plus"), ids=lambda c: c["seed"])
 def test_reinforce_plus_plus(case):
     rewards, mask = tensors(case, "token_level_rewards", "response_mask")
     advantages, returns = reinforce_plus_plus(rewards, mask, gamma=case["gamma"])
@@ -104,9 +100,7 @@ def test_reinforce_plus_plus(case):
     same(returns, case["returns"])
 
 
-@pytest.mark.parametrize(
-    "case", cases("advantages.json", estimator="remax"), ids=lambda c: c["seed"]
-)
+@pytest.mark.parametrize("case", cases("advantages.json", estimator="remax"), ids=lambda c: c["seed"])
 def test_remax(case):
     inputs = tensors(case, "token_level_rewards", "reward_baselines", "response_mask")
     same(remax(*inputs), case["advantages"])
@@ -130,9 +124,7 @@ def test_policy_loss(mode, seed):
         same_metrics(metrics, case["metrics"])
 
 
-@pytest.mark.parametrize(
-    "case", cases("value_loss.json"), ids=lambda c: f"{c['cliprange_value']}-{c['seed']}"
-)
+@pytest.mark.parametrize("case", cases("value_loss.json"), ids=lambda c: f"{c['cliprange_value']}-{c['seed']}")
 def test_value_loss(case):
     vpreds = tensor(case["vpreds"], requires_grad=True)
     loss, metrics = value_loss(
@@ -154,9 +146,7 @@ PAIR = ("proximal_logprobs", "behavior_logprobs", "response_mask")
     ids=lambda c: f"{c['level']}-{c['threshold']}-{c['seed']}",
 )
 def test_importance_weights(case):
-    weights = importance_weights(
-        *tensors(case, *PAIR), level=case["level"], threshold=case["threshold"]
-    )
+    weights = importance_weights(*tensors(case, *PAIR), level=case["level"], threshold=case["threshold"])
     same(weights, case["weights"])
 
 
@@ -170,8 +160,6 @@ def test_rejection_mask(case):
     assert torch.equal(mask, tensor(case["mask"]))
 
 
-@pytest.mark.parametrize(
-    "case", cases("rollout_correction.json", kind="metrics"), ids=lambda c: c["seed"]
-)
+@pytest.mark.parametrize("case", cases("rollout_correction.json", kind="metrics"), ids=lambda c: c["seed"])
 def test_offpolicy_metrics(case):
     same_metrics(offpolicy_metrics(*tensors(case, *PAIR)), case["metrics"])

@@ -81,12 +81,8 @@ def test_full_kl_is_the_sum_over_the_vocabulary(chunk_tokens):
     mask = reference.random_batch(0).mask
     logits, ref_logits = rng.standard_normal((2, *mask.shape, 5))
     trained = torch.tensor(logits, requires_grad=True)
-    kl = kl_full(
-        trained, torch.tensor(ref_logits), torch.tensor(mask), chunk_tokens=chunk_tokens
-    )
-    np.testing.assert_allclose(
-        kl.detach(), reference.kl_full(logits, ref_logits, mask), rtol=1e-9, atol=1e-15
-    )
+    kl = kl_full(trained, torch.tensor(ref_logits), torch.tensor(mask), chunk_tokens=chunk_tokens)
+    np.testing.assert_allclose(kl.detach(), reference.kl_full(logits, ref_logits, mask), rtol=1e-9, atol=1e-15)
     kl.sum().backward()
     for i, t in [(0, 3), (1, 4), (3, 0)]:
 

@@ -77,9 +77,7 @@ def test_value_loss_is_the_clipped_squared_error(seed, agg, cliprange):
     b = reference.random_batch(seed)
 
     def loss_of(vpreds):
-        return reference.value_loss(
-            vpreds, b.values, b.returns, b.mask, cliprange=cliprange, agg=agg
-        )
+        return reference.value_loss(vpreds, b.values, b.returns, b.mask, cliprange=cliprange, agg=agg)
 
     vpreds, *others = tensors(b.vpreds, b.values, b.returns, b.mask)
     vpreds.requires_grad_()
@@ -133,9 +131,7 @@ def test_each_piece_of_the_ppo_surrogate(ratio, advantage, loss, slope):
 @pytest.mark.parametrize(("log_ratio", "bound"), [(9.0, math.exp(9)), (12.0, math.exp(10))])
 def test_the_sequence_ratio_is_bounded(log_ratio, bound):
     logprobs, mask = torch.full((1, 2), -1.0, dtype=torch.float64), torch.ones(1, 2)
-    loss, _ = policy_loss(
-        logprobs, logprobs - log_ratio, -mask, mask, mode="gspo", **CLIP, loss_agg_mode="token-mean"
-    )
+    loss, _ = policy_loss(logprobs, logprobs - log_ratio, -mask, mask, mode="gspo", **CLIP, loss_agg_mode="token-mean")
     assert float(loss) == pytest.approx(bound)
 
 
