@@ -149,7 +149,9 @@ class Publisher:
         """Figures for the metrics; times in seconds, those of the last transfer."""
         with self._lock:
             f = self._roster.figures
+            held = [m.version for m in self._roster.members.values()]
             return {
+                "weights/held_version_min": float(min(held, default=-1)),
                 "weights/version": float(self._roster.version),
                 "weights/members": float(len(self._roster.members)),
                 "weights/transfers": float(f.transfers),

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -141,6 +142,9 @@ def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> N
     assert c.wait_held(4) == [4]
     assert {m.name: m.version for m in publisher.members()} == {"a": 4, "b": 4, "c": 4}
     assert publisher.stats()["weights/transfers"] == 9
+    for process in (os.getpid(), a.process.pid):  # control socket, rendezvous, groups
+        listening = [s for s in psutil.Process(process).net_connections("inet") if s.status == psutil.CONN_LISTEN]
+        assert {s.laddr.ip for s in listening} <= {"127.0.0.1"}
 
 
 def test_newer_supersedes_and_versions_never_mix(bench: Bench) -> None:
