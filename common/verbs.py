@@ -179,11 +179,15 @@ def _print_status(
     for e in sorted(entries, key=lambda e: (e.role, e.name)):
         table.add_row(e.role, e.name, str(e.pid), e.host, "–" if e.version < 0 else str(e.version), e.state)
     console.print(table)
-    for key, value in counts.items():
-        shown = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        console.print(f"{key}: {shown}", highlight=False)
-    if trouble:
-        console.print(trouble, highlight=False)
+    for line in [*_counts(counts), *_waits(counts), *([trouble] if trouble else [])]:
+        console.print(line, highlight=False, markup=False)
+
+
+def _counts(counts: dict[str, Any]) -> list[str]:
+    """The broker's plain figures on one line, each map on one of its own; not the metrics."""
+    plain = [f"{k} {v}" for k, v in counts.items() if isinstance(v, (int, float)) and "/" not in k]
+    maps = [(k, v) for k, v in counts.items() if isinstance(v, dict) and v]
+    return [", ".join(plain), *(f"{k}: {', '.join(f'{a} {b}' for a, b in v.items())}" for k, v in maps)]
 
 
 def _waits(counts: dict[str, Any]) -> list[str]:

@@ -278,6 +278,8 @@ def test_whoever_is_killed_is_started_again_and_the_verbs_work(launch):
         (role, True, True) for role in ("broker", "learner", "generator")
     }
     assert (status["desired"], status["broker"]["states"]) == ("running", {"ready": 3})
+    lines = run.verb("status")[1].splitlines()
+    assert lines[0] == "run r: running" and "states: ready 3" in lines
     first = run.pids()
     redis = json.loads((run.folder / "run.json").read_text())["pids"]["redis"]
     for pid in (first["broker"], first["generator"], redis, first["learner"]):
