@@ -21,6 +21,7 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     fresh.mkdir(parents=True)
     write(fresh)
     for path in sorted(fresh.rglob("*")):
+        _readable(path)
         sync(path)
     sync(fresh)
     if target.exists():
@@ -34,6 +35,7 @@ def replace_file(target: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make a fresh file, then put it in place of `target`."""
     fresh = _beside(target, "new")
     write(fresh)
+    _readable(fresh)
     sync(fresh)
     os.replace(fresh, target)
     sync(target.parent)
@@ -51,6 +53,12 @@ def sync(path: Path) -> None:
 def sha256(path: Path) -> str:
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _readable(path: Path) -> None:
+    """For everybody; safetensors writes files that only their owner can read."""
+    if path.is_file():
+        path.chmod(path.stat().st_mode | 0o444)
 
 
 def _beside(target: Path, kind: str) -> Path:

@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import torch
+
 from common.config import Config
 from common.errors import LeewayError, Stopped
 from common.failpoints import failpoint
@@ -30,7 +32,7 @@ from learner.ranks import Ranks
 from learner.report import Clock, Metrics
 from learner.scoring import pack_all, start_of_step
 from learner.settings import live_settings
-from learner.updates import NotFinite, actor_loss, critic_loss, rate_of, train_on_batch
+from learner.updates import NotFinite, actor_loss, critic_loss, kl_coef_of, rate_of, train_on_batch
 
 PAUSE_POLL_S = 0.2
 SAY_AGAIN_S = 15.0  # between two lines of the log on what the learner waits for
@@ -107,7 +109,7 @@ class Learner:
             self.publish()
         with clock("save"):
             self.save(wanted=stepped.checkpoint_wanted)
-        self.report(batch, outcome, clock, step=step, version=version, limit=claim.limit)
+        self.report(batch, outcome, clock, self.progress, version=version, limit=claim.limit)
         self.refuse_to_go_on_skipping()
         return True
 
@@ -183,17 +185,19 @@ class Learner:
         self.feed.checkpoint_valid(step=step, path=str(path))
         ending.write_summary(self, "")
 
-    def report(self, batch: Batch, outcome: Outcome, clock: Clock, *, step: int, version: int, limit: int) -> None:
-        """The metrics line of a step, unless it has one (a redone step)."""
-        if self.writer.has(step):
+    def report(
+        self, batch: Batch, outcome: Outcome, clock: Clock, progress: Progress, *, version: int, limit: int
+    ) -> None:
+        """The metrics line of the step that `progress` ends with, unless it has one (a redone step)."""
+        if self.writer.has(progress.step):
             return
         values = report.numbers(outcome.metrics | report.batch_metrics(batch, version=version, config=self.config))
-        values |= report.time_metrics(clock, batch) | report.progress_metrics(self.progress, self.config)
-        values |= {"staleness/limit": limit, "training/global_step": step, "training/skipped": int(not outcome.applied)}
+        values |= {"staleness/limit": limit, "training/skipped": int(not outcome.applied)}
+        values |= report.progress_metrics(progress, self.config) | report.time_metrics(clock, batch)
         values |= report.broker_metrics(self.stats) | self.publisher.stats() | self.validations.metrics(self)
         if (ratio := values.get("generator/overlap_ratio")) is not None:
-            self.progress.count_overlap(ratio)
-        self.writer.write(step, values)
+            progress.count_overlap(ratio)
+        self.writer.write(progress.step, values)
 
     def refuse_to_go_on_skipping(self) -> None:
         if self.progress.skipped_in_a_row >= self.config.trainer.max_nonfinite_steps:
@@ -222,7 +226,7 @@ def train_step(
 
     step: number of the row this becomes; version: of the weights as they are now.
     """
-    actor, critic, kl_coef = models.actor, models.critic, models.kl_controller.value
+    actor, critic, reward_kl_coef = models.actor, models.critic, models.kl_controller.value
     micros = pack_all(batch, models, config)
     start = start_of_step(models, batch, micros, config=config, ranks=ranks, clock=clock)
     with clock("adv"):
@@ -230,6 +234,7 @@ def train_step(
         metrics |= report.target_metrics(targets, batch.mask)
         metrics |= report.drift_metrics(batch, start, targets, version=version)
         metrics |= report.packing_metrics(batch, micros)
+        metrics["actor/kl_coef"] = torch.tensor(kl_coef_of(config, settings, step))
     failpoint("learner.before_update")
     critic_updates: list[Metrics] = []
     actor_updates: list[Metrics] = []
@@ -245,7 +250,7 @@ def train_step(
                 lr = rate_of(config, "actor", settings, step)
                 actor_updates = train_on_batch(actor, batch, targets.live, loss, config=config, lr=lr, ranks=ranks)
     except NotFinite as e:
-        models.kl_controller.value = kl_coef
+        models.kl_controller.value = reward_kl_coef
         return Outcome(False, metrics, "nonfinite", where=e.part, partly=e.partly or bool(critic_updates))
     return Outcome(
         True, metrics | report.of_updates("critic", critic_updates) | report.of_updates("actor", actor_updates)

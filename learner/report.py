@@ -169,11 +169,11 @@ def time_metrics(clock: Clock, batch: Batch) -> dict[str, float]:
 
 def progress_metrics(p: Progress, config: Config) -> dict[str, float]:
     values: dict[str, float] = {
+        "training/global_step": p.step,
         "training/version": p.version,
         "training/skipped_steps": p.skipped,
         "training/samples_trained": p.samples_trained,
         "training/tokens_trained": p.tokens_trained,
-        "actor/kl_coef": config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0,
     }
     if (mean := p.goal_mean(config.run.goal_window)) is not None:
         values["training/goal_mean"] = mean

@@ -97,4 +97,4 @@ def redo(learner: Learner, row: Any, progress: Progress) -> None:
     progress.count(batch, window=learner.config.run.goal_window)
     if row.digest and weights_digest(learner.models.actor.module) != row.digest:
         learner.log.info("step %d redone: equal up to rounding, not to the bit", row.step)
-    learner.report(batch, outcome, clock, step=row.step, version=version, limit=row.claim.limit)
+    learner.report(batch, outcome, clock, progress, version=version, limit=row.claim.limit)

@@ -80,7 +80,7 @@ def train_on_batch(
         norm, applied = update(trainee.optimizer, trainee.parameters, loss=total, lr=lr, grad_clip=options.grad_clip)
         if not applied:
             raise NotFinite(trainee.name, partly=bool(done))
-        done.append({**metrics, f"{trainee.name}/grad_norm": norm})
+        done.append({**metrics, f"{trainee.name}/grad_norm": norm, f"{trainee.name}/lr": torch.tensor(lr)})
     return done
 
 
@@ -108,9 +108,10 @@ def accumulate(
         value, metrics = loss(micro, counts)
         (value * ranks.world_size).backward()
         parts.append({"loss": value.detach(), **metrics})
-    sums = ranks.sum(torch.stack([torch.stack([m[k].float() for m in parts]).sum() for k in parts[0]]))
-    total, *rest = sums.unbind()
-    return total, dict(zip(list(parts[0])[1:], rest, strict=True))
+    names = list(parts[0])
+    sums = ranks.sum(torch.stack([torch.stack([m[k].float() for m in parts]).sum() for k in names])).unbind()
+    metrics = dict(zip(names, sums, strict=True))
+    return metrics.pop("loss"), metrics
 
 
 def actor_loss(
@@ -124,7 +125,7 @@ def actor_loss(
     options = config.actor
     mode = "seq-mean-token-sum-norm" if config.algorithm.adv_estimator == "dr_grpo" else options.loss_agg_mode
     with_entropy = settings["actor.entropy_coeff"] != 0
-    kl_coef = settings["actor.kl_loss_coef"] if kl_is_on(config, step) else 0.0
+    kl_coef = kl_coef_of(config, settings, step)
 
     def loss(micro: MicroBatch, counts: Counts) -> tuple[Tensor, Metrics]:
         rows, live = micro.rows, targets.live[micro.rows]
@@ -157,7 +158,7 @@ def actor_loss(
             kl = aggregate(penalty, live, **denominators)
             value = value + kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
-        return value, metrics
+        return value, {**metrics, "actor/loss": value.detach()}
 
     return loss
 
@@ -175,6 +176,11 @@ def critic_loss(config: Config, module: nn.Module, targets: Targets) -> Loss:
         return value, {**metrics, "critic/vf_loss": value.detach()}
 
     return loss
+
+
+def kl_coef_of(config: Config, settings: dict[str, float], step: int) -> float:
+    """Weight of the KL in the loss in training step `step`."""
+    return settings["actor.kl_loss_coef"] if config.actor.use_kl_loss and kl_is_on(config, step) else 0.0
 
 
 def rate_of(config: Config, name: str, settings: dict[str, float], step: int) -> float:

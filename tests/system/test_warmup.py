@@ -15,6 +15,7 @@ from common.errors import Stopped
 from learner.initial import initial_folder, load_tokenizer, random_toy, served_folder
 from learner.warmup import Lesson, lesson_of, sampled_score, warm_up
 from tests.learner_parts import make_config
+from tests.models import tiny_model, write_folder
 
 CONFIG = make_config("model.warmup.steps=600", "model.warmup.target_score=0.12", "data.max_response_length=8")
 
@@ -84,3 +85,25 @@ def load_tokenizer_of_toy() -> Any:
     from learner.toy import toy_tokenizer
 
     return toy_tokenizer()
+
+
+def test_a_users_model_is_warmed_up_in_a_copy(tmp_path: Path) -> None:
+    """`model.path` stays as it is and is what engines start from; the run's own folder has the weights."""
+    own = write_folder(tmp_path / "own", tiny_model(0, scale=1.0))
+    before = (own / "model.safetensors").read_bytes()
+    config = make_config(
+        "model.toy=false", f"model.path={own}", "model.warmup.steps=2", "model.warmup.check_every=1",
+        "model.warmup.target_score=0.9",
+    )  # fmt: skip
+    served = served_folder(config, tmp_path / "run")
+    tokenizer = load_tokenizer(served, config)
+    folder, result = initial_folder(config, tmp_path / "run", served, tokenizer, stop=threading.Event())
+    assert (served, folder) == (own, tmp_path / "run" / "model")
+    assert result is not None
+    assert result.steps == 2
+    assert (own / "model.safetensors").read_bytes() == before
+    first, second = (AutoModelForCausalLM.from_pretrained(f) for f in (own, folder))
+    assert not torch.equal(first.model.norm.weight, second.model.norm.weight)
+    assert load_tokenizer(folder, config)("ab")["input_ids"] == tokenizer("ab")["input_ids"]
+    again, none = initial_folder(config, tmp_path / "run", served, tokenizer, stop=threading.Event())
+    assert (again, none) == (folder, None)

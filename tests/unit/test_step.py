@@ -144,6 +144,7 @@ def test_a_step_makes_a_version_publishes_it_and_writes_declared_metrics(learner
     line = learner.writer.lines[4]
     assert [name for name in line if declared(name) is None] == []
     assert line["training/global_step"] == 4
+    assert (line["actor/lr"], line["actor/kl_coef"]) == (pytest.approx(1e-3), pytest.approx(0.001))
     assert line["staleness/max"] == 0
     assert line["rollout_corr/num_same_version_tokens"] == line["perf/num_response_tokens"]
     for phase in ("claim", "fetch", "old_log_prob", "ref", "adv", "update_actor", "ack", "publish", "save", "step"):
