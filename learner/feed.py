@@ -21,7 +21,7 @@ from common.wire import LEARNER_OPS, Sample, decode, decode_sample, encode, unpa
 RESEND_S = 2.0  # silence after which a request is sent again
 POLL_S = 0.2  # how soon a stop is seen
 AFTER_STOP_S = 5.0  # time for what belongs to the last step once ``stop`` is set; a claim ends at once
-SAMPLES_PER_FETCH = 256
+SAMPLES_PER_FETCH, TOKENS_PER_FETCH = 1024, 1 << 20  # of one request, whichever is reached first
 _CLAIM_ANSWERS = ("claimed", "ended")
 
 
@@ -132,10 +132,8 @@ class Feed:
             WireError: a payload that is not what its header says.
             LedgerError: a payload that was removed.
         """
-        headers = [h for g in claim.groups for h in g.headers]
         samples: list[Sample] = []
-        for start in range(0, len(headers), SAMPLES_PER_FETCH):
-            part = headers[start : start + SAMPLES_PER_FETCH]
+        for part in _portions([h for g in claim.groups for h in g.headers]):
             keys = [[h["group"], h["attempt"], h["index"]] for h in part]
             _, _, payload = self._ask("fetch", epoch=self.epoch, keys=keys)
             samples += [decode_sample(h, p) for h, p in zip(part, payload, strict=True)]
@@ -212,7 +210,11 @@ class Feed:
                 if op == "claim" or now - stopped_at > AFTER_STOP_S:
                     raise Stopped(what)
             if now - heard_at > self._timeout_s:
-                raise DeadlineError(f"{what} ({self._address})", now - heard_at, "is the broker there? see its log")
+                raise DeadlineError(
+                    f"{what} ({self._address or 'not in the registry'})",
+                    now - heard_at,
+                    "is the broker there? see its log",
+                )
             if now - max(sent_at, heard_at) > RESEND_S or sent_at < 0:
                 self._dial(again=sent_at > 0)
                 if self._dealer is not None:
@@ -251,6 +253,19 @@ def _checked(op: str, fields: dict[str, Any], payload: list[bytes]) -> tuple[str
     if op == "error":
         raise (FencedError if fields["kind"] == "fenced" else LedgerError)(fields["detail"])
     return op, fields, payload
+
+
+def _portions(headers: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Sample headers in runs of a bounded number of samples and tokens."""
+    portions: list[list[dict[str, Any]]] = []
+    num_tokens = 0
+    for header in headers:
+        num_tokens += header["num_tokens"]
+        if not portions or len(portions[-1]) >= SAMPLES_PER_FETCH or num_tokens > TOKENS_PER_FETCH:
+            portions.append([])
+            num_tokens = header["num_tokens"]
+        portions[-1].append(header)
+    return portions
 
 
 def _groups(payload: list[bytes]) -> tuple[Group, ...]:
