@@ -97,6 +97,10 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        # First the reader of the child's output, which would report the end as a fault.
+        if (reader := self._llm.output_handler) is not None:
+            reader.cancel()
+        self._llm.output_processor.propagate_error(EngineError("the engine was closed"))
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
         self.mailbox.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -160,7 +164,8 @@ class Engine:
                     if on_progress is not None:
                         on_progress(len(ids))
         except Exception as e:
-            raise EngineError(f"request {request_id}: {type(e).__name__}: {e}") from e
+            cause = e.__cause__ or e  # vLLM wraps what it does not expect
+            raise EngineError(f"request {request_id}: {type(cause).__name__}: {cause}") from e
         if last is None or last.finish_reason == "abort":
             raise RequestCancelled(f"request {request_id} was cancelled")
         if last.finish_reason not in ("stop", "length"):
