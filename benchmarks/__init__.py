@@ -1,0 +1,1 @@
+"""Figures of Leeway, as ratios measured in one run (`make bench`)."""
