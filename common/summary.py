@@ -21,6 +21,8 @@ class Summary:
     score_first: float | None = None  # mean of the first / last `score_window` steps
     score_last: float | None = None
     score_window: int = 20
+    val_score: float | None = None  # of the latest held-out validation
+    val_version: int | None = None  # the version it was sampled with
     samples_trained: int = 0
     tokens_trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # groups by reason
@@ -54,6 +56,8 @@ class Summary:
             parts.append(
                 f"Mean score {self.score_first:.3f} → {self.score_last:.3f} (first and last {self.score_window} steps)."
             )
+        if self.val_score is not None:
+            parts.append(f"Held-out score {self.val_score:.3f} (version {self.val_version}, greedy).")
         dropped = ", ".join(f"{reason} {n}" for reason, n in sorted(self.dropped.items()) if n)
         parts.append(
             f"Trained {self.samples_trained:,} samples ({self.tokens_trained:,} tokens); "

@@ -37,11 +37,14 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
 def write_summary(learner: Learner, ended: str) -> None:
     """`summary.json`, which the launcher prints; `ended` is empty while the run goes on."""
     hf, wandb = learner.run_dir / "hf", learner.run_dir / "wandb"
+    val = learner.validations.latest
     learner.progress.summary(
         ended=ended,
         window=learner.config.run.goal_window,
         dropped=dict(learner.stats.get("dropped", {})),
         seconds=time.monotonic() - learner.started,
+        val_score=val and val["score"],
+        val_version=val and val["version"],
         hf_dir=str(hf) if hf.is_dir() else None,
         wandb_dir=str(wandb) if wandb.is_dir() else None,
     ).write(learner.run_dir)

@@ -61,9 +61,7 @@ class Progress:
     def from_state(cls, state: dict[str, Any]) -> Progress:
         return cls(**{k: v for k, v in state.items() if k in cls.__dataclass_fields__})
 
-    def summary(
-        self, *, ended: str, window: int, dropped: dict[str, int], seconds: float, **places: str | None
-    ) -> Summary:
+    def summary(self, *, ended: str, window: int, dropped: dict[str, int], seconds: float, **more: Any) -> Summary:
         return Summary(
             ended=ended,
             step=self.step,
@@ -78,7 +76,7 @@ class Progress:
             staleness_max=self.staleness_max,
             overlap_ratio=self.overlap_sum / self.overlap_count if self.overlap_count else None,
             seconds=self.seconds + seconds,
-            **places,
+            **more,
         )
 
 

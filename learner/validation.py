@@ -21,6 +21,10 @@ class Validations:
     results: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step
     reported: set[int] = field(default_factory=set)
 
+    @property
+    def latest(self) -> dict[str, Any] | None:
+        return self.results[max(self.results)] if self.results else None
+
     def collect(self, learner: Learner) -> None:
         """Fetch results, if any are outstanding."""
         if self.asked - self.results.keys():
@@ -61,7 +65,8 @@ def validate_last(learner: Learner) -> None:
     validations, deadline = learner.validations, time.monotonic() + FINAL_WAIT_S
     while time.monotonic() < deadline and not learner.stop.is_set():
         validations.collect(learner)
-        if learner.progress.step in validations.results:
+        if (result := validations.results.get(learner.progress.step)) is not None:
+            learner.log.info("held-out score of version %d: %.3f", result["version"], result["score"])
             return
         learner.stop.wait(POLL_S)
     learner.log.warning("the last validation did not come back within %.0f s", FINAL_WAIT_S)

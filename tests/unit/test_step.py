@@ -419,6 +419,32 @@ def test_the_end_leaves_a_loadable_folder_a_checkpoint_and_a_summary(
     assert summary.score_first == pytest.approx(np.mean(scores))
 
 
+def test_the_last_version_is_validated_and_waited_for(folder: Path, learner_of: Callable[..., Learner]) -> None:
+    class ValidatingFeed(SimulatedFeed):
+        """Answers the second time it is asked."""
+
+        def validate(self, *, step: int, version: int) -> None:
+            asked.append((step, version))
+
+        def validations(self) -> list[dict[str, Any]]:
+            ready, polls[0] = asked if polls[0] % 2 else asked[:-1], polls[0] + 1
+            return [{"step": s, "version": v, "score": s / 10, "num_samples": 128, "num_dropped": 0} for s, v in ready]
+
+    asked: list[tuple[int, int]] = []
+    polls = [0]
+    config = make_config("run.max_steps=5", "trainer.test_freq=2", "trainer.val_before_train=true")
+    learner = learner_of(config, ValidatingFeed(lambda step, version: make_groups(config, step, version=version)))
+    learner.control.entries = lambda role: ["a generator"]
+    learner.publish(always=True)
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(folder, config))
+    assert asked == [(0, 0), (2, 2), (4, 4), (5, 5)]
+    reported = {line["val/step"] for line in learner.writer.lines.values() if "val/step" in line}
+    assert reported <= {0, 2, 4}
+    assert len(reported) > 0
+    summary = Summary.read(learner.run_dir)
+    assert (summary.val_score, summary.val_version) == (0.5, 5)
+
+
 def test_a_stop_ends_in_a_checkpoint_and_a_folder_too(folder: Path, learner_of: Callable[..., Learner]) -> None:
     config = make_config()
     learner = learner_of(config)
