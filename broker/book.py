@@ -101,6 +101,8 @@ class Book:
         attempt.state = state
         if state == "ready":
             self._ready[attempt.key] = attempt
+        elif state == "pending":
+            heapq.heappush(self._pending[attempt.lane], attempt.key)
         self._dirty[attempt.key] = attempt
 
     def _hand_out(self, attempt: Attempt, generator: str) -> None:
@@ -176,5 +178,7 @@ class Book:
             elif attempt.state == "ready":
                 self._ready[attempt.key] = attempt
             elif attempt.state == "leased" and attempt.generator is not None:
+                if attempt.num_leases > 1:
+                    attempt.num_tokens_before = sum(h["num_tokens"] for h in attempt.samples.values())
                 attempt.leased_at = attempt.renewed_at = now
                 self._hand_out(attempt, attempt.generator)

@@ -192,10 +192,7 @@ class LearnerDesk:
 
     def _send_claim(self, parked: Parked, claim: Claim) -> None:
         live = self._s.ledger.live
-        groups = [
-            {"group": g, "attempt": a, "samples": [h for _, h in sorted(live[g, a].samples.items())]}
-            for g, a in claim.keys
-        ]
+        groups = [{"group": g, "attempt": a, "samples": live[g, a].sound} for g, a in claim.keys]
         self._s.send(
             parked.peer, "claimed", *_chunks(groups), id=parked.id, step=claim.step, version=claim.version,
             limit=claim.limit, short=claim.short,

@@ -1,7 +1,12 @@
 """The ledger: which group is where, and what may happen to it next. Pure: no socket, no disk, no clock.
 
     pending → leased → ready → claimed → trained(step)          (evaluation: pending → leased → scored)
+       ▲         │
+       └─────────┘ the lease ended early: what has come is kept, only the rest is leased again
         any of the first four → dropped(reason), and its prompt → a new attempt, `pending`
+
+A sample with a fault counts as come; the group goes on without it while two sound ones (or all of one)
+can be left, else it is dropped for the fault.
 
 Every method that changes something marks it; ``take_changes`` hands all of it to the store at once.
 Time is passed in, in seconds of any clock that does not go back. Training attempts always sum up:
@@ -14,7 +19,7 @@ import heapq
 from typing import Any, Literal
 
 from broker.book import Book
-from broker.records import Attempt, Claim, Header, Key, Step, Validation
+from broker.records import Attempt, Claim, Header, Key, Rules, Snapshot, Step, Validation
 from common import staleness
 from common.errors import FencedError, LedgerError
 
@@ -22,13 +27,18 @@ Verdict = Literal["stored", "duplicate", "late"]
 
 
 class Ledger(Book):
+    def __init__(self, rules: Rules, *, limit: int, snapshot: Snapshot | None = None, now: float = 0.0) -> None:
+        """See ``Book``; the limit may be another one than when the snapshot was taken."""
+        super().__init__(rules, limit=limit, snapshot=snapshot, now=now)
+        self._drop_doomed()
+
     # ------------------------------------------------------------ what a caller may ask
     @property
     def data_ended(self) -> bool:
         """Nothing is left to lease, now or later, unless a lease fails."""
         rules, counters = self.rules, self.counters
         fresh = rules.num_prompts is None or counters.next_prompt < rules.num_prompts
-        return not fresh and not self._pending["train"]
+        return not fresh and not self.counts["train"]["pending"]
 
     @property
     def num_ready(self) -> int:
@@ -81,12 +91,14 @@ class Ledger(Book):
         """The next group for a generator that holds version ``held``: evaluation first, then training."""
         attempt = self._next_eval(held)
         if attempt is None:
-            if self.refusal(held) is not None:
+            attempt = self._next_train(held) if self.refusal(held) is None else None
+            if attempt is None:
                 return None
-            attempt = self._next_train()
             attempt.held = held
         attempt.generator, attempt.incarnation = generator, incarnation
         attempt.leased_at = attempt.renewed_at = now
+        attempt.num_leases += 1
+        attempt.num_tokens = attempt.num_tokens_before = sum(h["num_tokens"] for h in attempt.samples.values())
         self._move(attempt, "leased")
         self._hand_out(attempt, generator)
         return attempt
@@ -96,8 +108,8 @@ class Ledger(Book):
         attempt = self._leased.get(generator, {}).get(key)
         if attempt is None:
             return False
-        if num_tokens > attempt.num_tokens:
-            attempt.num_tokens = num_tokens
+        if attempt.num_tokens_before + num_tokens > attempt.num_tokens:
+            attempt.num_tokens = attempt.num_tokens_before + num_tokens
             attempt.renewed_at = now
         return True
 
@@ -122,7 +134,7 @@ class Ledger(Book):
         attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         attempt.renewed_at = now
         self._dirty[key] = attempt
-        if header["fault"] is not None:
+        if header["fault"] is not None and len(attempt.sound) + attempt.missing < min(2, attempt.size):
             self._drop(attempt, str(header["fault"]), retry=True)
         elif not attempt.missing:
             self._complete(attempt)
@@ -133,18 +145,21 @@ class Ledger(Book):
         attempt = self._leased.get(generator, {}).get(key)
         if attempt is None:
             return False
-        self._drop(attempt, reason, retry=retry, tell=False)
+        if retry:
+            self._lose(attempt, reason, tell=False)
+        else:
+            self._drop(attempt, reason, retry=False, tell=False)
         return True
 
     def forget_generator(self, generator: str, reason: str, *, but: str | None = None) -> int:
         """Take back all leases of a generator that is gone (except those of its process ``but``)."""
         gone = [a for a in self.leases_of(generator) if a.incarnation != but or but is None]
         for attempt in gone:
-            self._drop(attempt, reason, retry=True, tell=False)
+            self._lose(attempt, reason, tell=False)
         return len(gone)
 
     def expire(self, now: float) -> int:
-        """Drop the leases whose time is over."""
+        """End the leases whose time is over."""
         num = 0
         while self._expiries and self._expiries[0][0] <= now:
             _, key = heapq.heappop(self._expiries)
@@ -156,7 +171,7 @@ class Ledger(Book):
                 heapq.heappush(self._expiries, (due, key))
                 continue
             limit_reached = now >= attempt.leased_at + self.rules.lease_limit_s
-            self._drop(attempt, "lease_limit" if limit_reached else "lease_expired", retry=True)
+            self._lose(attempt, "lease_limit" if limit_reached else "lease_expired")
             num += 1
         return num
 
@@ -164,7 +179,7 @@ class Ledger(Book):
         """The run ends: nobody works on anything any more; the prompts stay to be tried again."""
         leased = [a for leases in self._leased.values() for a in leases.values()]
         for attempt in leased:
-            self._drop(attempt, reason, retry=True, counted=False)
+            self._lose(attempt, reason, counted=False)
         return len(leased)
 
     # ------------------------------------------------------------ the learner
@@ -327,15 +342,42 @@ class Ledger(Book):
         self._end(attempt, "scored")
 
     # ------------------------------------------------------------ moves
-    def _next_train(self) -> Attempt:
+    def _next_train(self, held: int) -> Attempt | None:
+        """The oldest prompt that waits, else a fresh one; None: the data ended.
+
+        A group that has samples is charged at the lowest version it contains. Where that closes the gate
+        it would only grow older behind the fresh ones: it is dropped, and its prompt is tried anew.
+        """
         waiting = self._pending["train"]
-        if waiting:
-            return self.live[heapq.heappop(waiting)]
+        while waiting:
+            attempt = self.live.get(heapq.heappop(waiting))
+            if attempt is None or attempt.state != "pending":
+                continue  # dropped meanwhile
+            if not attempt.samples or staleness.may_lease(
+                outstanding=self.outstanding, version=self.counters.version, held=min(held, attempt.oldest),
+                limit=self.limit, batch=self.rules.batch_size,
+            ):  # fmt: skip
+                return attempt
+            self._drop(attempt, "stale", retry=True)
+        if self.data_ended:
+            return None
         c = self.counters
         attempt = Attempt(self._new_group(), 0, "train", c.next_prompt, size=self.rules.group_size)
         c.next_prompt += 1
         self._issue(attempt, wait=False)
         return attempt
+
+    def _lose(self, attempt: Attempt, reason: str, *, tell: bool = True, counted: bool = True) -> None:
+        """A lease ends before all its samples have come. Those that have are kept while it may be leased again."""
+        if not counted:
+            attempt.num_leases -= 1
+        if not attempt.sound or attempt.num_leases >= self.rules.max_attempts:
+            self._drop(attempt, reason, retry=True, tell=tell, counted=counted)
+            return
+        if tell and attempt.generator is not None:
+            self.cancels.append((attempt.generator, attempt.key, reason))
+        self.counters.num_leased_again += 1
+        self._move(attempt, "pending")
 
     def _complete(self, attempt: Attempt) -> None:
         if attempt.lane == "eval":
@@ -348,7 +390,9 @@ class Ledger(Book):
     def _drop_doomed(self) -> None:
         """Under policy `drop`: what can no longer be trained in time leaves N at once."""
         leased = [a for leases in self._leased.values() for a in leases.values() if a.lane == "train"]
-        for attempt in [*self._ready.values(), *leased]:
+        waiting = (self.live.get(key) for key in self._pending["train"])
+        begun = [a for a in waiting if a is not None and a.state == "pending" and a.samples]
+        for attempt in [*self._ready.values(), *leased, *begun]:
             if staleness.is_doomed(oldest=attempt.oldest, version=self.counters.version, limit=self.limit):
                 self._drop(attempt, "stale", retry=True)
 

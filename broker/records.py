@@ -23,7 +23,7 @@ class Rules:
 
     group_size: int  # n: samples per prompt
     batch_size: int  # B: groups per step
-    max_attempts: int  # attempts per prompt
+    max_attempts: int  # attempts per prompt, and leases per attempt
     lease_timeout_s: float  # a lease without progress for so long expires
     lease_limit_s: float  # … and at the latest after so long
     num_prompts: int | None = None  # prompts in the stream; None: endless
@@ -45,8 +45,10 @@ class Attempt:
     held: int = -1  # g: the version that generator held at the lease; eval: the least it must hold
     num_tokens: int = 0  # tokens known to be made (samples, or progress reports if they say more)
     step: int | None = None  # the step that trains it; eval: the step whose weights are validated
+    num_leases: int = 0  # how often it was handed out
     samples: dict[int, Header] = field(default_factory=dict)  # committed, by index
     # Not in the store: a lease starts anew when a ledger is restored.
+    num_tokens_before: int = 0  # of samples that are no part of this lease's work
     leased_at: float = 0.0
     renewed_at: float = 0.0
 
@@ -59,10 +61,15 @@ class Attempt:
         return self.size - len(self.samples)
 
     @property
+    def sound(self) -> list[Header]:
+        """The samples that can be trained, in order of index."""
+        return [h for _, h in sorted(self.samples.items()) if h["fault"] is None]
+
+    @property
     def oldest(self) -> int:
-        """The version from which its age counts: its oldest token's; what is still to come counts from ``held``."""
-        oldest = min((h["oldest"] for h in self.samples.values()), default=NEVER)
-        return min(oldest, self.held) if self.missing else oldest
+        """The version from which its age counts: its oldest token's; what a lease will bring counts from ``held``."""
+        oldest = min((h["oldest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
+        return min(oldest, self.held) if self.state == "leased" else oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +145,7 @@ class Counters:
     next_group: int = 0
     next_prompt: int = 0
     num_exhausted: int = 0  # prompts given up after their last attempt
+    num_leased_again: int = 0  # leases that ended early and left samples behind
 
 
 @dataclass(slots=True)

@@ -24,6 +24,8 @@ def stats(s: Service) -> dict[str, Any]:
         "queue/refused_samples": s.counted["refused"],
         "queue/duplicate_samples": s.counted["duplicate"],
         "queue/late_samples": s.counted["late"],
+        "queue/faulty_samples": s.counted["faulty"],
+        "queue/leased_again": ledger.counters.num_leased_again,
         "queue/ready_samples": counts["ready"] * size,
         "queue/exhausted_prompts": ledger.counters.num_exhausted,
         "queue/ledger_bytes": s.store.size_bytes(),

@@ -38,7 +38,9 @@ MAX_INDEX, MAX_ATTEMPT = (1 << _INDEX_BITS) - 1, (1 << _ATTEMPT_BITS) - 1
 _COUNTERS = [f.name for f in fields(Counters)]
 _HEADER = ("crc", "num_tokens", "num_live_tokens", "reward", "truncated", "oldest", "newest", "fault")
 _SAMPLE_COLUMNS = ", ".join(("grp", "attempt", "idx", *_HEADER, "generator", "spans"))
-_ATTEMPT_COLUMNS = "grp, attempt, lane, prompt, size, state, reason, generator, incarnation, held, num_tokens, step"
+_ATTEMPT_COLUMNS = (
+    "grp, attempt, lane, prompt, size, state, reason, generator, incarnation, held, num_tokens, step, num_leases"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class Store:
 
     def _write(self, changes: Changes) -> None:
         db = self._db
-        marks = ",".join("?" * 12)
+        marks = ",".join("?" * 13)
         db.executemany(
             f"INSERT OR REPLACE INTO attempts ({_ATTEMPT_COLUMNS}) VALUES ({marks})", map(_row, changes.attempts)
         )
@@ -252,7 +254,8 @@ class Store:
         return sum(file.stat().st_size for file in (self.path, log) if file.exists())
 
     def _group(self, key: Key) -> dict[str, Any]:
-        return {"group": key[0], "attempt": key[1], "samples": list(self._read_headers(key).values())}
+        sound = [h for h in self._read_headers(key).values() if h["fault"] is None]
+        return {"group": key[0], "attempt": key[1], "samples": sound}
 
     def _read_headers(self, key: Key) -> dict[int, Header]:
         rows = self._db.execute(
@@ -311,7 +314,7 @@ class Store:
 
 def _row(a: Attempt) -> tuple[Any, ...]:
     return (a.group, a.attempt, a.lane, a.prompt, a.size, a.state, a.reason, a.generator, a.incarnation, a.held,
-            a.num_tokens, a.step)  # fmt: skip
+            a.num_tokens, a.step, a.num_leases)  # fmt: skip
 
 
 def _header(key: Key, index: int, values: Sequence[Any]) -> Header:

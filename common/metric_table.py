@@ -92,6 +92,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "queue/refused_samples": ("samples", "Samples refused at the door so far."),
     "queue/duplicate_samples": ("samples", "Samples that came twice so far."),
     "queue/late_samples": ("samples", "Samples that came after their lease had ended, so far."),
+    "queue/faulty_samples": ("samples", "Samples with a fault (`reward_timeout`, …): their groups go on without them."),
+    "queue/leased_again": ("groups", "Groups that kept samples when their lease ended early, so far."),
     "queue/exhausted_prompts": ("prompts", "Prompts given up after their last attempt, so far."),
     "queue/ready_samples": ("samples", "Samples in ready groups after the step."),
     "queue/issued": ("groups", "Group attempts issued so far."),

@@ -16,7 +16,7 @@ from broker.records import Claim, Rules
 from broker.store import NewSample, Store
 from common.errors import FencedError
 
-B, N = 3, 2
+B, N = 3, 3
 GENERATORS = ("a", "b", "c")
 RULES = Rules(group_size=N, batch_size=B, max_attempts=3, lease_timeout_s=10.0, lease_limit_s=60.0)
 
@@ -59,7 +59,8 @@ class Walk:
         before = self.ledger.outstanding
         attempt = self.ledger.lease(g, "1", held, self.now)
         if attempt is not None:
-            assert before < (self.ledger.limit + 1 - (v - held)) * B, "leased beyond the gate"
+            charge = min(held, *(h["oldest"] for h in attempt.sound)) if attempt.sound else held
+            assert before < (self.ledger.limit + 1 - (v - charge)) * B, "leased beyond the gate"
             assert attempt.group not in self.trained, "leased again after it was trained"
 
     def _some_lease(self):
@@ -127,7 +128,8 @@ class Walk:
         if attempt is not None:
             missing = [i for i in range(N) if i not in attempt.samples]
             self._deliver(attempt.generator, self._header(attempt, missing[0], fault="reward_error", reward=None))
-            assert attempt.state == "dropped"
+            num_faulty = sum(h["fault"] is not None for h in attempt.samples.values())
+            assert (attempt.state == "dropped") == (num_faulty > N - 2 or attempt.reason == "stale")
 
     def progress(self):
         attempt = self._some_lease()
@@ -183,7 +185,9 @@ class Walk:
         if claim is None:
             return
         for key in claim.keys:
-            oldest = min(h["oldest"] for h in self.ledger.live[key].samples.values())
+            sound = self.ledger.live[key].sound
+            assert len(sound) >= 2, "trained too small a group"
+            oldest = min(h["oldest"] for h in sound)
             assert claim.version - oldest <= claim.limit, "trained too old"
             assert key[0] not in self.trained, "trained twice"
         before = self.ledger.counters.version
@@ -250,6 +254,7 @@ class Walk:
             if a.state in ("leased", "ready") and a.missing == 0:
                 assert ledger.counters.version - a.oldest <= ledger.limit, "doomed, but still outstanding"
             assert a.state != "leased" or a.missing, "complete, but not ready"
+            assert a.state != "pending" or not a.samples or a.num_leases < RULES.max_attempts
         for g in GENERATORS:
             assert ledger.load_of(g) == sum(a.missing for a in ledger.leases_of(g)), "owed samples are miscounted"
         applied = sum(applied for *_, applied in [*self.steps, *self._acknowledged])
@@ -264,7 +269,13 @@ def _key(s: NewSample) -> tuple[int, int, int]:
 def comparable(snapshot):
     """Without what a restored ledger begins anew: times and progress of leases."""
     live = [
-        replace(copy.deepcopy(a), leased_at=0, renewed_at=0, num_tokens=0 if a.state == "leased" else a.num_tokens)
+        replace(
+            copy.deepcopy(a),
+            leased_at=0,
+            renewed_at=0,
+            num_tokens_before=0,
+            num_tokens=0 if a.state == "leased" else a.num_tokens,
+        )
         for a in snapshot.live
     ]
     return replace(snapshot, live=live)
@@ -274,5 +285,6 @@ def reachable(walk: Walk) -> None:
     """The walk has been everywhere it should."""
     reasons = set(walk.ledger.drops)
     expected = {"stale", "lease_expired", "generator_lost", "reward_error", "no", "skipped"}
+    assert walk.ledger.counters.num_leased_again > 20
     assert expected <= reasons, f"never dropped: {expected - reasons}"
     assert len(walk.steps) > 50 and walk.ledger.counters.num_exhausted > 0

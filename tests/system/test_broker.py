@@ -262,6 +262,32 @@ def test_leases_of_a_killed_generator_go_to_another(run):
     assert dropped in ([("lease_expired", B)], [("generator_lost", B)])
 
 
+def test_samples_of_a_killed_generator_are_kept_and_only_the_rest_is_made_again(run):
+    run.broker("ledger.lease_timeout_s=2", "staleness.max=0")
+    made: list[int] = []
+
+    def half(group, attempt, index, *, version):
+        made.append(index)
+        return make_sample(group, attempt, index, version=version, generator="dead" if index == 0 else "late")
+
+    dead = run.generator("generator-dead", make=half, only={0})
+    wait_for(lambda: len(dead.acked) == B, "half of each group")
+    dead.close()  # without a word
+    feed = run.feed()
+    feed.attach()
+    other = run.generator("generator-b")
+    claim = feed.claim(step=1, version=0, num_groups=B)
+    samples = feed.fetch(claim)
+    assert {g.attempt for g in claim.groups} == {0} and {s.index: s.generator for s in samples} == {
+        0: "dead", 1: "simulated"
+    }  # fmt: skip
+    assert {index for *_, index in other.acked} == {1} and set(made) == {0}
+    assert run.query("SELECT state, num_leases, COUNT(*) FROM attempts WHERE grp < 4 GROUP BY 1, 2") == [
+        ("claimed", 2, B)
+    ]  # fmt: skip
+    assert feed.status()["queue/leased_again"] == B
+
+
 def test_bye_restart_and_cancel(run):
     run.broker("staleness.max=0")
     gone = run.generator("generator-a")

@@ -166,6 +166,92 @@ def test_a_fault_drops_the_group_and_the_prompt_is_tried_again():
     assert (attempt.group, 1) in ledger.live
 
 
+def test_a_faulty_sample_is_left_out_while_two_sound_ones_can_be_left():
+    ledger = make(group_size=4)
+    epoch = ledger.attach("learner", "1")
+    first, second = lease(ledger), lease(ledger)
+    for index in range(3):
+        ledger.commit("g", header(first, index), 0.0)
+    ledger.commit("g", header(first, 3, reward=None, fault="reward_timeout", oldest=0), 0.0)
+    assert states(ledger) == {"leased": 1, "ready": 1} and len(first.sound) == 3
+    for index in range(2):
+        ledger.commit("g", header(second, index, reward=None, fault="reward_error"), 0.0)
+    ledger.commit("g", header(second, 2), 0.0)
+    assert second.state == "leased"  # two can still be sound
+    ledger.commit("g", header(second, 3, reward=None, fault="reward_timeout"), 0.0)
+    assert ledger.drops["reward_timeout"].count == 1 and (second.group, 1) in ledger.live
+    finish(ledger, lease(ledger))
+    assert [h["index"] for h in ledger.live[ledger.claim(epoch, 1, 0, B).keys[0]].sound] == [0, 1, 2]
+
+
+def test_what_has_come_is_kept_and_only_the_rest_is_leased_again():
+    ledger = make(group_size=4)
+    epoch = ledger.attach("learner", "1")
+    attempt = lease(ledger, generator="a")
+    for index in (0, 2):
+        ledger.commit("a", header(attempt, index), 0.0)
+    ledger.progress("a", attempt.key, 90, 0.0)
+    ledger.forget_generator("a", "generator_lost")
+    assert states(ledger) == {"pending": 1} and not ledger.drops and ledger.load_of("a") == 0
+    again = lease(ledger, generator="b", now=5.0)
+    assert again is attempt and again.missing == 2 and ledger.load_of("b") == 2
+    assert ledger.progress("b", again.key, 1, 9.0) and again.renewed_at == 9.0  # counted from what was there
+    assert ledger.commit("a", header(attempt, 1), 9.0) == "late"  # it is another's now
+    assert ledger.commit("b", header(attempt, 2), 9.0) == "duplicate"
+    for index in (1, 3):
+        assert ledger.commit("b", header(attempt, index), 9.0) == "stored"
+    finish(ledger, lease(ledger))
+    assert ledger.claim(epoch, 1, 0, B).keys == ((0, 0), (1, 0))
+
+
+def test_leases_of_an_attempt_are_bounded():
+    ledger = make(max_attempts=2)
+    attempt = lease(ledger)
+    ledger.commit("g", header(attempt, 0), 0.0)
+    for _ in range(2):
+        assert ledger.live[attempt.key].state in ("leased", "pending")
+        ledger.give_back("g", attempt.key, "tired", retry=True)
+        again = lease(ledger)
+    assert ledger.drops["tired"].count == 1 and again.key == (attempt.group, 1)
+    ledger.commit("g", header(again, 0), 0.0)
+    ledger.release_leases("shutdown")  # spends nothing
+    assert again.num_leases == 0 and states(ledger) == {"dropped": 1, "pending": 1}
+    ledger.give_back("g", lease(ledger).key, "prompt_too_long", retry=False)
+    assert states(ledger) == {"dropped": 2} and ledger.counters.num_exhausted == 1
+
+
+def test_a_kept_group_is_charged_at_the_lowest_version_it_contains():
+    ledger = make(limit=1)
+    epoch = ledger.attach("learner", "1")
+    begun = lease(ledger, generator="a")
+    ledger.commit("a", header(begun, 0), 0.0)
+    train_step(ledger, epoch)  # v = 1; the group began at 0
+    ledger.forget_generator("a", "generator_lost")
+    assert lease(ledger, generator="b") is begun  # N is 0 < (1 + 1 − 1)·B
+    ledger.commit("b", header(begun, 1, version=1), 0.0)
+    begun = lease(ledger, generator="a")
+    ledger.commit("a", header(begun, 0, version=0), 0.0)
+    while ledger.outstanding < B + 1:
+        lease(ledger)
+    ledger.forget_generator("a", "generator_lost")
+    again = lease(ledger)  # N is B: one at version 1 passes, one that began at 0 does not
+    assert ledger.drops["stale"].count == 1 and again.key == (begun.group, 1)
+
+
+def test_a_kept_group_that_can_no_longer_be_trained_is_dropped_while_it_waits():
+    ledger = make(limit=0)
+    epoch = ledger.attach("learner", "1")
+    begun = lease(ledger, generator="a")
+    ledger.commit("a", header(begun, 0), 0.0)
+    finish(ledger, lease(ledger))
+    ledger.forget_generator("a", "generator_lost")
+    claim = ledger.claim(epoch, 1, 0, 1)
+    ledger.acknowledge(epoch, claim.step, applied=True)
+    assert states(ledger) == {"trained": 1, "dropped": 1, "pending": 1} and ledger.drops["stale"].count == 1
+    again = lease(ledger)
+    assert again.key == (begun.group, 1) and not again.samples
+
+
 def test_leases_expire_without_progress_and_at_the_limit():
     ledger = make(lease_timeout_s=10.0, lease_limit_s=25.0)
     attempt = lease(ledger, now=0.0)
@@ -177,7 +263,8 @@ def test_leases_expire_without_progress_and_at_the_limit():
     ledger.commit("g", header(attempt, 0), 17.9)
     ledger.progress("g", attempt.key, 50, 24.0)
     assert ledger.expire(24.9) == 0 and ledger.expire(25.0) == 1
-    assert ledger.drops["lease_limit"].count == 1
+    assert ledger.cancels == [("g", (0, 0), "lease_limit")] and states(ledger) == {"pending": 1}  # it has a sample
+    ledger = make(lease_timeout_s=10.0)
     second = lease(ledger, now=30.0)
     assert ledger.expire(40.0) == 1 and ledger.drops["lease_expired"].count == 1
     assert ledger.progress("g", second.key, 9, 41.0) is False
