@@ -128,6 +128,8 @@ class LearnerDesk:
         s.commit()
         if s.ledger.counters.step > before:
             s.overlap.stepped(span)
+            if not applied and s.parked is not None and s.parked.step == step + 1:
+                s.parked.version = s.ledger.counters.version  # asked ahead for the version that was not made
         wanted = s.store.redo_bytes > s.config.ledger.redo_bytes
         s.send(
             peer, "stepped", id=id, version=s.ledger.counters.version, checkpoint_wanted=wanted, stats=stats(s)

@@ -16,6 +16,7 @@ Time is passed in, in seconds of any clock that does not go back. Training attem
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from typing import Any, Literal
 
 from broker.book import Book
@@ -186,10 +187,10 @@ class Ledger(Book):
     def attach(self, name: str, incarnation: str) -> int:
         """A learner process begins: the epoch it holds from now on. Asking again gives the same.
 
-        The claim of an older epoch ends: its groups are ready again, if still young enough.
+        The claims of an older epoch end: their groups are ready again, if still young enough.
         """
         if self.attached != (name, incarnation):
-            self._return_claimed()
+            self._return_claims(0)
             self.attached = (name, incarnation)
             self.counters.epoch += 1
             self.counters.epoch_start = self.counters.step
@@ -207,19 +208,22 @@ class Ledger(Book):
     def claim(self, epoch: int, step: int, version: int, num_groups: int) -> Claim | str | None:
         """The batch of ``step``, to be trained at ``version``: a Claim, why it has to wait, or None at the data's end.
 
+        One batch may be claimed ahead: that of step s + 1 at version v + 1 while step s is trained at v.
+
         Raises:
             FencedError: an old epoch.
-            LedgerError: not the next step, or not the version the ledger stands at.
+            LedgerError: not the step that can be claimed next, or not at its version.
         """
         self.fence(epoch)
-        c = self.counters
-        if self.claimed is not None and (self.claimed.step, self.claimed.version) == (step, version):
-            return self.claimed
-        if self.claimed is not None or step != c.step + 1 or version != c.version:
-            standing = f"; step {self.claimed.step} is claimed" if self.claimed else ""
+        for claim in self.claims:
+            if (claim.step, claim.version) == (step, version):
+                return claim
+        c, ahead = self.counters, len(self.claims)
+        if ahead > 1 or (step, version) != (c.step + 1 + ahead, c.version + ahead):
+            standing = f"; claimed: step {', '.join(str(claim.step) for claim in self.claims)}" if ahead else ""
             raise LedgerError(
-                f"claim of step {step} at version {version} refused: the next is step {c.step + 1} "
-                f"at version {c.version}{standing}"
+                f"claim of step {step} at version {version} refused: the next is step {c.step + 1 + ahead} "
+                f"at version {c.version + ahead}{standing}"
             )
         ended = self.data_ended and not self.counts["train"]["leased"]
         if len(self._ready) < num_groups and not ended:
@@ -268,7 +272,7 @@ class Ledger(Book):
                 self._end(attempt, "trained")
             else:
                 self._drop(attempt, reason or "skipped", retry=False)
-        self._set_claim(None)
+        del self.claims[0]
         self._changes.steps.append(
             Step(
                 step=step,
@@ -287,14 +291,18 @@ class Ledger(Book):
         if applied:
             c.version += 1
             self._drop_doomed()
+        elif self.claims:  # the batch claimed ahead is trained at this version instead, where it is younger
+            self.claims[0] = replace(self.claims[0], version=c.version)
 
     def return_claim(self, epoch: int, step: int) -> bool:
-        """The claimed batch was not trained: its groups are ready again, if still young enough."""
+        """The claimed batch is not trained: its groups, and those of a batch claimed after it, are ready again, if
+        still young enough."""
         self.fence(epoch)
-        if self.claimed is None or self.claimed.step != step:
-            return False
-        self._return_claimed()
-        return True
+        for i, claim in enumerate(self.claims):
+            if claim.step == step:
+                self._return_claims(i)
+                return True
+        return False
 
     def checkpoint_valid(self, epoch: int, step: int, path: str) -> None:
         """A checkpoint of ``step`` is complete on disk. Raises LedgerError if that step is not acknowledged."""
@@ -400,15 +408,14 @@ class Ledger(Book):
         for attempt in batch:
             self._move(attempt, "claimed")
         claim = Claim(epoch, step, version, self.limit, short, tuple(a.key for a in batch))
-        self._set_claim(claim)
+        self.claims.append(claim)
         return claim
 
-    def _return_claimed(self) -> None:
-        if self.claimed is None:
-            return
-        for key in self.claimed.keys:
-            self._move(self.live[key], "ready")
-        self._set_claim(None)
+    def _return_claims(self, first: int) -> None:
+        for claim in self.claims[first:]:
+            for key in claim.keys:
+                self._move(self.live[key], "ready")
+        del self.claims[first:]
         self._drop_doomed()
 
     def _check(self, attempt: Attempt, header: Header) -> None:

@@ -74,7 +74,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The batch that the learner of ``epoch`` is training."""
+    """A batch that the learner of ``epoch`` is training, or has fetched ahead to train next."""
 
     epoch: int
     step: int
@@ -157,7 +157,7 @@ class Changes:
     epochs: list[tuple[int, str, str]] = field(default_factory=list)  # (epoch, name, incarnation)
     checkpoints: list[tuple[int, int, str]] = field(default_factory=list)  # (step, epoch, path)
     validations: list[Validation] = field(default_factory=list)
-    claim: Claim | None = None
+    claims: tuple[Claim, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 
@@ -167,7 +167,7 @@ class Snapshot:
 
     counters: Counters
     live: list[Attempt]  # by key
-    claim: Claim | None
+    claims: tuple[Claim, ...]  # by step
     validations: list[Validation]  # by step
     counts: dict[Lane, dict[State, int]]
     drops: dict[str, Drops]

@@ -47,7 +47,7 @@ CREATE TABLE samples (
 ) WITHOUT ROWID;
 CREATE TABLE payloads (id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 
--- The batch that is being trained; at most one row.
+-- The batch that is being trained, and the one claimed ahead.
 CREATE TABLE claims (
     step INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, version INTEGER NOT NULL, staleness_limit INTEGER NOT NULL,
     short INTEGER NOT NULL, group_keys TEXT NOT NULL -- [[grp, attempt], …] in order

@@ -76,7 +76,7 @@ class Store:
             with damage(path):
                 self.redo_bytes = self._sum_redo_bytes()  # trained payloads beyond the newest valid checkpoint
                 self._counters = Counters(**self._read_counters())
-                self._claim = self._read_claim()
+                self._claims = self._read_claims()
         except BaseException:
             self._file.close()
             raise
@@ -118,7 +118,7 @@ class Store:
         db.executemany("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", changes.checkpoints)
         validations = [tuple(asdict(v).values()) for v in changes.validations]
         db.executemany("INSERT OR REPLACE INTO validations VALUES (?, ?, ?, ?, ?, ?)", validations)
-        self._write_claim(changes.claim)
+        self._write_claims(changes.claims)
         self._write_counters(changes.counters)
         if changes.checkpoints:
             self._free_payloads(max(step for step, _, _ in changes.checkpoints))
@@ -148,15 +148,13 @@ class Store:
         )  # fmt: skip
         self.redo_bytes += size
 
-    def _write_claim(self, claim: Claim | None) -> None:
-        if claim == self._claim:
+    def _write_claims(self, claims: tuple[Claim, ...]) -> None:
+        if claims == self._claims:
             return
         self._db.execute("DELETE FROM claims")
-        if claim is not None:
-            c = claim
-            row = (c.step, c.epoch, c.version, c.limit, c.short, json.dumps(c.keys))
-            self._db.execute("INSERT INTO claims VALUES (?, ?, ?, ?, ?, ?)", row)
-        self._claim = claim
+        rows = [(c.step, c.epoch, c.version, c.limit, c.short, json.dumps(c.keys)) for c in claims]
+        self._db.executemany("INSERT INTO claims VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self._claims = claims
 
     def _write_counters(self, counters: Counters) -> None:
         for name in _COUNTERS:
@@ -202,7 +200,7 @@ class Store:
             return Snapshot(
                 counters=counters,
                 live=self._read_live(),
-                claim=self._read_claim(),
+                claims=self._read_claims(),
                 validations=[Validation(*row) for row in self._db.execute("SELECT * FROM validations ORDER BY step")],
                 counts=self._read_counts(),
                 drops=self._read_drops(),
@@ -289,12 +287,11 @@ class Store:
             drops.setdefault(reason, Drops()).add(num_tokens, size, count)
         return drops
 
-    def _read_claim(self) -> Claim | None:
-        row = self._one("SELECT epoch, step, version, staleness_limit, short, group_keys FROM claims", ())
-        if row is None:
-            return None
-        epoch, step, version, limit, short, keys = row
-        return Claim(epoch, step, version, limit, bool(short), _keys(keys))
+    def _read_claims(self) -> tuple[Claim, ...]:
+        rows = self._db.execute(
+            "SELECT epoch, step, version, staleness_limit, short, group_keys FROM claims ORDER BY step"
+        )
+        return tuple(Claim(e, step, v, limit, bool(short), _keys(keys)) for e, step, v, limit, short, keys in rows)
 
     def _read_counters(self) -> dict[str, int]:
         return {name: value for name in _COUNTERS if (value := self.get(name)) is not None}

@@ -40,8 +40,10 @@ class Walk:
         self.commit()
 
     OPERATIONS = (
-        "lease", "lease", "lease", "sample", "sample", "sample", "sample", "sample", "finish", "finish", "duplicate",
-        "stray", "fault", "progress", "give_back", "forget", "expire", "update", "update", "claim", "claim", "claim",
+        "lease", "lease", "lease", "sample", "sample", "sample", "sample", "sample", "finish", "produce", "produce",
+        "duplicate",
+        "stray", "fault", "progress", "give_back", "forget", "expire", "update", "update", "claim", "claim",
+        "claim", "claim",
         "acknowledge", "acknowledge", "skip", "give_batch_back", "attach", "old_epoch", "set_limit", "stop", "commit",
         "commit", "crash",
     )  # fmt: skip
@@ -107,6 +109,16 @@ class Walk:
             missing = [i for i in range(N) if i not in attempt.samples]
             self._deliver(attempt.generator, self._header(attempt, missing[0]))
 
+    def produce(self):
+        """A generator that works well: whole groups with the newest weights."""
+        g = GENERATORS[self.pick(3)]
+        self.held[g] = self.ledger.counters.version
+        for _ in range(1 + self.pick(2 * B)):
+            attempt = self.ledger.lease(g, "1", self.held[g], self.now)
+            while attempt is not None and attempt.state == "leased":
+                index = min(i for i in range(N) if i not in attempt.samples)
+                self._deliver(g, self._header(attempt, index))
+
     def duplicate(self):
         everything = [a for a in self.ledger.live.values() if a.samples]
         if everything:
@@ -145,12 +157,14 @@ class Walk:
         self.ledger.forget_generator(GENERATORS[self.pick(3)], "generator_lost")
 
     def expire(self):
-        self.now += self.pick(12)
-        self.ledger.expire(self.now)
-        for g in GENERATORS:
-            for attempt in self.ledger.leases_of(g):
-                assert self.now < attempt.renewed_at + RULES.lease_timeout_s, "a lease without progress lives on"
-                assert self.now < attempt.leased_at + RULES.lease_limit_s
+        for _ in range(1 + self.pick(3)):
+            self.now += self.pick(12)
+            self.ledger.expire(self.now)
+            for g in GENERATORS:
+                for attempt in self.ledger.leases_of(g):
+                    assert self.now < attempt.renewed_at + RULES.lease_timeout_s, "a lease without progress lives on"
+                    assert self.now < attempt.leased_at + RULES.lease_limit_s
+            self.progress()
 
     def update(self):
         """A generator gets the newest weights."""
@@ -173,9 +187,13 @@ class Walk:
             raise AssertionError("an old epoch was served")
 
     def claim(self):
-        c = self.ledger.counters
-        claim = self.ledger.claim(self.epoch, c.step + 1, c.version, B)
+        c, ahead = self.ledger.counters, len(self.ledger.claims)
+        if ahead == 2:
+            return
+        claim = self.ledger.claim(self.epoch, c.step + 1 + ahead, c.version + ahead, B)
         if isinstance(claim, Claim):
+            self.done["claimed ahead"] += ahead
+            assert self.ledger.claims[-1] is claim
             ages = [claim.version - self.ledger.live[key].oldest for key in claim.keys]
             assert min(ages) >= 0 and max(ages) <= claim.limit, "claimed too old"
             assert len(claim.keys) == B and len({g for g, _ in claim.keys}) == B
@@ -184,6 +202,7 @@ class Walk:
         claim = self.ledger.claimed
         if claim is None:
             return
+        assert claim.version == self.ledger.counters.version, "claimed for another version"
         for key in claim.keys:
             sound = self.ledger.live[key].sound
             assert len(sound) >= 2, "trained too small a group"
@@ -203,8 +222,10 @@ class Walk:
             self.acknowledge(applied=False)
 
     def give_batch_back(self):
-        if self.ledger.claimed is not None:
-            assert self.ledger.return_claim(self.epoch, self.ledger.claimed.step)
+        if self.ledger.claims:
+            i = self.pick(len(self.ledger.claims))
+            assert self.ledger.return_claim(self.epoch, self.ledger.claims[i].step)
+            assert len(self.ledger.claims) == i, "a batch after the one returned is still claimed"
 
     def set_limit(self):
         self.ledger.set_limit(self.pick(3))
@@ -248,6 +269,8 @@ class Walk:
         assert min(counts.values(), default=0) >= 0 and ledger.issued == sum(counts.values())
         assert counts["trained"] == len(self.trained), "trained groups are miscounted"
         assert counts["dropped"] == sum(d.count for d in ledger.drops.values())
+        claimed = {key for claim in ledger.claims for key in claim.keys}
+        assert claimed == {a.key for a in ledger.live.values() if a.state == "claimed"}, "claimed by no claim"
         groups = [a.group for a in ledger.live.values()]
         assert len(groups) == len(set(groups)), "two live attempts of one group"
         for a in ledger.live.values():
@@ -287,4 +310,5 @@ def reachable(walk: Walk) -> None:
     expected = {"stale", "lease_expired", "generator_lost", "reward_error", "no", "skipped"}
     assert walk.ledger.counters.num_leased_again > 20
     assert expected <= reasons, f"never dropped: {expected - reasons}"
+    assert walk.done["claimed ahead"] > 50
     assert len(walk.steps) > 50 and walk.ledger.counters.num_exhausted > 0

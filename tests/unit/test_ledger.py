@@ -342,6 +342,82 @@ def test_a_returned_batch_is_ready_again():
     assert ledger.claim(epoch, 1, 0, B).keys == keys
 
 
+def test_one_batch_may_be_claimed_ahead_for_the_version_at_which_it_is_trained():
+    ledger = make(limit=1)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(2 * B):
+        finish(ledger, lease(ledger))
+    with pytest.raises(LedgerError, match="claim of step 2 at version 1 refused: the next is step 1 at version 0"):
+        ledger.claim(epoch, 2, 1, B)
+    first = ledger.claim(epoch, 1, 0, B)
+    ahead = ledger.claim(epoch, 2, 1, B)
+    assert (ahead.step, ahead.version, ahead.keys) == (2, 1, ((2, 0), (3, 0))) and ledger.claims == [first, ahead]
+    assert ledger.claim(epoch, 1, 0, B) is first and ledger.claim(epoch, 2, 1, B) is ahead  # asked again
+    with pytest.raises(LedgerError, match="the next is step 3 at version 2; claimed: step 1, 2"):
+        ledger.claim(epoch, 3, 2, B)
+    with pytest.raises(LedgerError, match="acknowledgement of step 2 refused: step 1 is claimed"):
+        ledger.acknowledge(epoch, 2, applied=True)
+    ledger.acknowledge(epoch, 1, applied=True)
+    assert ledger.claims == [ahead] and ledger.claim(epoch, 2, 1, B) is ahead
+    ledger.acknowledge(epoch, 2, applied=True)
+    assert states(ledger) == {"trained": 4} and ledger.counters.version == 2
+
+
+def test_with_a_limit_of_zero_nothing_can_be_claimed_ahead():
+    ledger = make(limit=0)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(B):
+        finish(ledger, lease(ledger))
+    ledger.claim(epoch, 1, 0, B)
+    assert ledger.claim(epoch, 2, 1, B) == "0 of 2 groups are ready for step 2"
+    ledger.acknowledge(epoch, 1, applied=True)
+    for _ in range(B):
+        finish(ledger, lease(ledger))
+    assert isinstance(ledger.claim(epoch, 2, 1, B), Claim)  # the same request, later
+
+
+def test_what_would_be_too_old_at_the_named_version_is_not_claimed_ahead():
+    ledger = make(limit=1)
+    epoch = ledger.attach("learner", "1")
+    train_step(ledger, epoch)
+    old = [lease(ledger, held=0) for _ in range(B)]  # good for version 1
+    young = [lease(ledger, held=1), lease(ledger, held=1)] if ledger.refusal(1) is None else []
+    for attempt in (*old, *young):
+        finish(ledger, attempt)
+    ledger.claim(epoch, 2, 1, 1)
+    assert ledger.claim(epoch, 3, 2, B).keys == tuple(a.key for a in young)
+
+
+def test_a_skipped_step_leaves_the_batch_claimed_ahead_to_be_trained_at_the_version_that_stays():
+    ledger = make(limit=1)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(2 * B):
+        finish(ledger, lease(ledger))
+    ledger.claim(epoch, 1, 0, B)
+    keys = ledger.claim(epoch, 2, 1, B).keys
+    ledger.acknowledge(epoch, 1, applied=False, reason="nonfinite")
+    assert [(c.step, c.version, c.keys) for c in ledger.claims] == [(2, 0, keys)]
+    assert ledger.claim(epoch, 2, 0, B).keys == keys
+    ledger.acknowledge(epoch, 2, applied=True)
+    assert ledger.counters.version == 1 and ledger.counters.step == 2
+
+
+def test_returning_a_batch_returns_the_one_claimed_ahead_and_a_new_epoch_both():
+    ledger = make(limit=1)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(2 * B):
+        finish(ledger, lease(ledger))
+    first = ledger.claim(epoch, 1, 0, B)
+    ledger.claim(epoch, 2, 1, B)
+    assert ledger.return_claim(epoch, 2) and ledger.claims == [first]
+    ledger.claim(epoch, 2, 1, B)
+    assert ledger.return_claim(epoch, 1) and ledger.claims == [] and states(ledger) == {"ready": 4}
+    ledger.claim(epoch, 1, 0, B)
+    ledger.claim(epoch, 2, 1, B)
+    ledger.attach("learner", "2")
+    assert ledger.claims == [] and states(ledger) == {"ready": 4}
+
+
 def test_another_limit_acts_from_the_next_claim():
     ledger = make(limit=2)
     epoch = ledger.attach("learner", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.config import Config
-from common.errors import CheckpointError, LeewayError
+from common.errors import CheckpointError, FencedError, LedgerError, LeewayError, Stopped
 from common.metrics import declared
 from common.summary import Summary
 from common.wire import Sample
 from learner import ending, estimates, resume
+from learner.ahead import Ahead, can_be_mended
 from learner.batch import make_batch
 from learner.estimates import StartOfStep, make_kl_controller, make_targets
 from learner.initial import load_tokenizer
@@ -319,6 +321,48 @@ def test_a_step_that_is_not_finite_changes_nothing_and_makes_no_version(
     assert learner.writer.lines[3]["training/skipped"] == 1
     learner.step()
     assert (learner.progress.step, learner.progress.version, learner.progress.skipped_in_a_row) == (4, 3, 0)
+
+
+@pytest.mark.parametrize("skipped", [None, 3], ids=["all applied", "one skipped"])
+def test_batches_fetched_ahead_change_nothing_but_the_wait(learner_of: Callable[..., Learner], skipped: int) -> None:
+    config = make_config("run.max_steps=5", "trainer.save_freq=-1")
+    rows = []
+    for ahead in (False, True):
+        feed = SimulatedFeed(_nan_at(config, step=skipped or 99, group=0), limit=3)
+        learner = learner_of(config, feed, **({"ahead": Ahead(feed)} if ahead else {}))
+        assert learner.run() == "max_steps reached"
+        assert feed.num_ahead == 4 * ahead  # the first is claimed in step, and none beyond the end
+        rows.append([(r.applied, int(r.claim.samples[0].behavior_versions.max())) for r in feed.step_rows])
+        assert learner.progress.version == 5 - (skipped is not None)
+    applied = [step != skipped for step in range(1, 6)]
+    versions = ([0, 1, 2, 3, 4], [0, 0, 1, 2, 3]) if skipped is None else ([0, 1, 2, 2, 3], [0, 0, 1, 2, 2])
+    assert rows == [list(zip(applied, sampled, strict=True)) for sampled in versions]
+
+
+def test_a_stop_ends_the_wait_for_a_batch_asked_for_ahead_and_errors_are_those_of_the_step() -> None:
+    class Broker(SimulatedFeed):
+        error: Exception | None = None
+
+        def claim(self, *, step: int, version: int, num_groups: int, on_wait: Any = None) -> Any:
+            on_wait("0 of 4 groups are ready")
+            if self.error:
+                raise self.error
+            self.stop.wait(10)
+            raise Stopped("the broker")
+
+    feed, stop, reasons = Broker(lambda step, version: None), threading.Event(), []
+    ahead = Ahead(feed)
+    ahead.order(step=2, version=1, num_groups=4)
+    threading.Timer(1.5, stop.set).start()
+    with pytest.raises(Stopped):
+        ahead.claim(stop=stop, on_wait=reasons.append)
+    assert reasons == ["0 of 4 groups are ready"] and ahead.step is None
+    for error in (LedgerError("refused"), FencedError("epoch 1 is over")):
+        feed.error = error
+        ahead.order(step=2, version=1, num_groups=4)
+        with pytest.raises(type(error)):
+            ahead.claim(stop=threading.Event(), on_wait=reasons.append)
+        assert ahead.step is None and can_be_mended(error) == isinstance(error, LedgerError)
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(learner_of: Callable[..., Learner]) -> None:
