@@ -47,6 +47,7 @@ class Book:
         self._leased: dict[str, dict[Key, Attempt]] = {}  # by generator
         self._owed: Counter[str] = Counter()  # samples that are still to come, by generator
         self._ready: dict[Key, Attempt] = {}
+        self._waits: tuple[int, float] | None = None  # policy `wait`: (step, since when it is held back)
         self._expiries: list[tuple[float, Key]] = []  # heap; a renewed lease is looked at again when its entry is due
         self._changes = Changes(counters=self.counters)
         self._dirty: dict[Key, Attempt] = {}

@@ -180,7 +180,7 @@ class LearnerDesk:
         """A claim whose payloads are as they were stored; groups that are damaged are dropped by name."""
         s = self._s
         while True:
-            claim = s.ledger.claim(parked.epoch, parked.step, parked.version, parked.num_groups)
+            claim = s.ledger.claim(parked.epoch, parked.step, parked.version, parked.num_groups, s.clock())
             if not isinstance(claim, Claim):
                 return claim
             s.commit()

@@ -205,7 +205,7 @@ class Ledger(Book):
                 f"({self.attached[0] if self.attached else 'nobody'}) has taken the run; end this process"
             )
 
-    def claim(self, epoch: int, step: int, version: int, num_groups: int) -> Claim | str | None:
+    def claim(self, epoch: int, step: int, version: int, num_groups: int, now: float = 0.0) -> Claim | str | None:
         """The batch of ``step``, to be trained at ``version``: a Claim, why it has to wait, or None at the data's end.
 
         One batch may be claimed ahead: that of step s + 1 at version v + 1 while step s is trained at v.
@@ -229,14 +229,19 @@ class Ledger(Book):
         if len(self._ready) < num_groups and not ended:
             return f"{len(self._ready)} of {num_groups} groups are ready for step {step}"
         young = [
-            a for a in self._ready.values() if staleness.may_train(oldest=a.oldest, version=version, limit=self.limit)
+            a
+            for a in self._ready.values()
+            if staleness.may_train(oldest=self._ages_from(a), version=version, limit=self.limit)
         ]
         if len(young) < num_groups and not ended:
             return f"{len(young)} of {num_groups} groups are ready and young enough for step {step}"
         if not young:
             return None
-        young.sort(key=lambda a: (staleness.deadline(a.oldest, self.limit), a.group, a.attempt))
-        return self._claim(epoch, step, version, young[:num_groups], short=len(young) < num_groups)
+        young.sort(key=lambda a: (staleness.deadline(self._ages_from(a), self.limit), a.group, a.attempt))
+        batch = young[:num_groups]
+        if self.rules.policy == "wait" and (reason := self._wait_for_others(batch, step, version, now)):
+            return reason
+        return self._claim(epoch, step, version, batch, short=len(young) < num_groups)
 
     def acknowledge(
         self,
@@ -353,15 +358,16 @@ class Ledger(Book):
     def _next_train(self, held: int) -> Attempt | None:
         """The oldest prompt that waits, else a fresh one; None: the data ended.
 
-        A group that has samples is charged at the lowest version it contains. Where that closes the gate
-        it would only grow older behind the fresh ones: it is dropped, and its prompt is tried anew.
+        A group that has samples is charged at the lowest version it contains (but under `mask`, where it
+        may be trained with old tokens). Where that closes the gate it would only grow older behind the
+        fresh ones: it is dropped, and its prompt is tried anew.
         """
         waiting = self._pending["train"]
         while waiting:
             attempt = self.live.get(heapq.heappop(waiting))
             if attempt is None or attempt.state != "pending":
                 continue  # dropped meanwhile
-            if not attempt.samples or staleness.may_lease(
+            if not attempt.samples or self.rules.policy == "mask" or staleness.may_lease(
                 outstanding=self.outstanding, version=self.counters.version, held=min(held, attempt.oldest),
                 limit=self.limit, batch=self.rules.batch_size,
             ):  # fmt: skip
@@ -390,19 +396,42 @@ class Ledger(Book):
     def _complete(self, attempt: Attempt) -> None:
         if attempt.lane == "eval":
             self._score(attempt)
-        elif staleness.is_doomed(oldest=attempt.oldest, version=self.counters.version, limit=self.limit):
+        elif self._is_doomed(attempt):
             self._drop(attempt, "stale", retry=True)
         else:
             self._move(attempt, "ready")
 
     def _drop_doomed(self) -> None:
-        """Under policy `drop`: what can no longer be trained in time leaves N at once."""
+        """What can no longer be trained in time leaves N at once."""
         leased = [a for leases in self._leased.values() for a in leases.values() if a.lane == "train"]
         waiting = (self.live.get(key) for key in self._pending["train"])
         begun = [a for a in waiting if a is not None and a.state == "pending" and a.samples]
         for attempt in [*self._ready.values(), *leased, *begun]:
-            if staleness.is_doomed(oldest=attempt.oldest, version=self.counters.version, limit=self.limit):
+            if self._is_doomed(attempt):
                 self._drop(attempt, "stale", retry=True)
+
+    def _is_doomed(self, attempt: Attempt) -> bool:
+        return staleness.is_doomed(oldest=self._ages_from(attempt), version=self.counters.version, limit=self.limit)
+
+    def _ages_from(self, attempt: Attempt) -> int:
+        """The version from which the deadline of a group counts: of its oldest token; under `mask`, which needs
+        but one that is young enough, of its newest."""
+        return attempt.newest if self.rules.policy == "mask" else attempt.oldest
+
+    def _wait_for_others(self, batch: list[Attempt], step: int, version: int, now: float) -> str | None:
+        """Why the claim of ``batch`` would leave groups behind that no later step can train in time."""
+        taken = {a.key for a in batch}
+        leased = (a for leases in self._leased.values() for a in leases.values() if a.lane == "train")
+        left = [
+            staleness.deadline(a.oldest, self.limit) for a in (*self._ready.values(), *leased) if a.key not in taken
+        ]
+        num_late = staleness.num_left_late(left, version=version, batch=self.rules.batch_size)
+        if self._waits is None or self._waits[0] != step:
+            self._waits = (step, now)
+        waited_s = now - self._waits[1]
+        if not num_late or waited_s >= self.rules.wait_s:
+            return None
+        return f"policy wait: step {step} would leave {num_late} groups to grow too old; for {waited_s:.1f} s"
 
     def _claim(self, epoch: int, step: int, version: int, batch: list[Attempt], *, short: bool) -> Claim:
         for attempt in batch:

@@ -27,6 +27,8 @@ class Rules:
     lease_timeout_s: float  # a lease without progress for so long expires
     lease_limit_s: float  # … and at the latest after so long
     num_prompts: int | None = None  # prompts in the stream; None: endless
+    policy: Literal["drop", "mask", "wait"] = "drop"  # what becomes of groups that grow too old
+    wait_s: float = 60.0  # policy `wait`: a batch waits at most so long for them
 
 
 @dataclass(slots=True)
@@ -70,6 +72,12 @@ class Attempt:
         """The version from which its age counts: its oldest token's; what a lease will bring counts from ``held``."""
         oldest = min((h["oldest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
         return min(oldest, self.held) if self.state == "leased" else oldest
+
+    @property
+    def newest(self) -> int:
+        """The version of its newest token; a lease may yet bring tokens of any version."""
+        newest = max((h["newest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
+        return NEVER if self.missing else newest
 
 
 @dataclass(frozen=True, slots=True)

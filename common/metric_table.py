@@ -82,6 +82,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "staleness/min": ("versions", "Smallest staleness of a trained token."),
     "staleness/limit": ("versions", "The limit in force at the claim."),
     "staleness/fresh_fraction": ("1", "Share of trained tokens with staleness 0."),
+    "staleness/masked_fraction": ("1", "Share of sampled tokens that were too old and got weight 0 (policy `mask`)."),
     "staleness/mixed_samples": ("1", "Share of trained samples with two or more version spans."),
     "staleness/num_multi_version_samples": ("samples", "Their number."),
     "staleness/group_age_mean": ("versions", "Mean over groups of the staleness of their oldest token."),

@@ -100,7 +100,7 @@ class Learner:
             return True
         self.look_ahead(step + 1)
         settings, began = live_settings(self.config, self.control), time.time()
-        outcome = self.train(batch, settings, step=step, version=version, clock=clock)
+        outcome = self.train(batch, settings, step=step, version=version, limit=claim.limit, clock=clock)
         span = [began, time.time()]
         failpoint("learner.before_ack")
         with clock("ack"):
@@ -110,7 +110,7 @@ class Learner:
             )  # fmt: skip
         failpoint("learner.after_ack")
         self.stats = stepped.stats
-        self.count(batch, outcome)
+        self.count(batch, outcome, limit=claim.limit)
         with clock("publish"):
             self.publish()
         with clock("save"):
@@ -119,11 +119,13 @@ class Learner:
         self.refuse_to_go_on_skipping()
         return True
 
-    def train(self, batch: Batch, settings: dict[str, float], *, step: int, version: int, clock: Clock) -> Outcome:
+    def train(
+        self, batch: Batch, settings: dict[str, float], *, step: int, version: int, limit: int, clock: Clock
+    ) -> Outcome:  # fmt: skip
         """`train_step` with what this learner has."""
         return train_step(
-            self.models, batch, config=self.config, settings=settings, step=step, version=version, ranks=self.ranks,
-            clock=clock,
+            self.models, batch, config=self.config, settings=settings, step=step, version=version, limit=limit,
+            ranks=self.ranks, clock=clock,
         )  # fmt: skip
 
     def claim(self, step: int) -> Any:
@@ -180,7 +182,8 @@ class Learner:
     def is_young(self, batch: Batch, version: int, limit: int) -> bool:
         """The staleness bound, asserted once more. All ranks hold the whole batch, so they agree."""
         youngest, oldest = batch.ages(version)
-        if youngest >= 0 and oldest <= limit:
+        masked = self.config.staleness.policy == "mask"  # older tokens get weight 0
+        if youngest >= 0 and (youngest if masked else oldest) <= limit:
             return True
         self.log.error(
             "batch given back: its tokens are %d to %d versions old at version %d, the limit is %d",
@@ -188,10 +191,10 @@ class Learner:
         )  # fmt: skip
         return False
 
-    def count(self, batch: Batch, outcome: Outcome) -> None:
+    def count(self, batch: Batch, outcome: Outcome, *, limit: int) -> None:
         """Note the row; after a skip make sure that the weights are still those of the version."""
         if outcome.applied:
-            self.progress.count(batch, window=self.config.run.goal_window)
+            self.progress.count(batch, window=self.config.run.goal_window, limit=limit)
             return
         self.progress.count_skipped()
         self.stop_looking_ahead()  # its batch is trained at this version now, so it is claimed anew
@@ -227,7 +230,9 @@ class Learner:
         """The metrics line of the step that `progress` ends with, unless it has one (a redone step)."""
         if self.writer.has(progress.step):
             return
-        values = report.numbers(outcome.metrics | report.batch_metrics(batch, version=version, config=self.config))
+        values = report.numbers(
+            outcome.metrics | report.batch_metrics(batch, version=version, limit=limit, config=self.config)
+        )
         values |= {"staleness/limit": limit, "training/skipped": int(not outcome.applied)}
         values |= report.progress_metrics(progress, self.config) | report.time_metrics(clock, batch)
         values |= report.broker_metrics(self.stats) | self.publisher.stats() | self.validations.metrics(self)
@@ -255,18 +260,21 @@ class Outcome:
 
 
 def train_step(
-    models: Models, batch: Batch, *, config: Config, settings: dict[str, float], step: int, version: int, ranks: Ranks,
-    clock: Clock,
+    models: Models, batch: Batch, *, config: Config, settings: dict[str, float], step: int, version: int, limit: int,
+    ranks: Ranks, clock: Clock,
 ) -> Outcome:  # fmt: skip
     """One batch, from its log-probs to new weights. The same for a step and for its redoing.
 
-    step: number of the row this becomes; version: of the weights as they are now.
+    step: number of the row this becomes; version: of the weights as they are now; limit: oldest age of a
+    token that carries loss weight.
     """
     actor, critic, reward_kl_coef = models.actor, models.critic, models.kl_controller.value
     micros = pack_all(batch, models, config)
     start = start_of_step(models, batch, micros, config=config, ranks=ranks, clock=clock)
     with clock("adv"):
-        targets, metrics = make_targets(config, batch, start, kl_controller=models.kl_controller, step=step)
+        targets, metrics = make_targets(
+            config, batch, start, kl_controller=models.kl_controller, step=step, young=batch.young(version, limit)
+        )
         metrics |= report.target_metrics(targets, batch.mask)
         metrics |= report.drift_metrics(batch, start, targets, version=version)
         metrics |= report.packing_metrics(batch, micros)

@@ -22,9 +22,10 @@ RULES = Rules(group_size=N, batch_size=B, max_attempts=3, lease_timeout_s=10.0, 
 
 
 class Walk:
-    def __init__(self, pick: Callable[[int], int], ledger_class, store: Store | None = None, *, limit=1):
+    def __init__(self, pick: Callable[[int], int], ledger_class, store: Store | None = None, *, limit=1, policy="drop"):
         self.pick, self.ledger_class, self.store = pick, ledger_class, store
-        self.ledger = ledger_class(RULES, limit=limit, snapshot=store.snapshot() if store else None)
+        self.rules = replace(RULES, policy=policy)
+        self.ledger = ledger_class(self.rules, limit=limit, snapshot=store.snapshot() if store else None)
         self.now = 0.0
         self.held = dict.fromkeys(GENERATORS, 0)
         self.num_learners = 0
@@ -61,7 +62,9 @@ class Walk:
         before = self.ledger.outstanding
         attempt = self.ledger.lease(g, "1", held, self.now)
         if attempt is not None:
-            charge = min(held, *(h["oldest"] for h in attempt.sound)) if attempt.sound else held
+            charge = held
+            if attempt.sound and self.rules.policy != "mask":
+                charge = min(held, *(h["oldest"] for h in attempt.sound))
             assert before < (self.ledger.limit + 1 - (v - charge)) * B, "leased beyond the gate"
             assert attempt.group not in self.trained, "leased again after it was trained"
 
@@ -190,11 +193,11 @@ class Walk:
         c, ahead = self.ledger.counters, len(self.ledger.claims)
         if ahead == 2:
             return
-        claim = self.ledger.claim(self.epoch, c.step + 1 + ahead, c.version + ahead, B)
+        claim = self.ledger.claim(self.epoch, c.step + 1 + ahead, c.version + ahead, B, self.now)
         if isinstance(claim, Claim):
             self.done["claimed ahead"] += ahead
             assert self.ledger.claims[-1] is claim
-            ages = [claim.version - self.ledger.live[key].oldest for key in claim.keys]
+            ages = [claim.version - self.counts_from(self.ledger.live[key]) for key in claim.keys]
             assert min(ages) >= 0 and max(ages) <= claim.limit, "claimed too old"
             assert len(claim.keys) == B and len({g for g, _ in claim.keys}) == B
 
@@ -206,8 +209,7 @@ class Walk:
         for key in claim.keys:
             sound = self.ledger.live[key].sound
             assert len(sound) >= 2, "trained too small a group"
-            oldest = min(h["oldest"] for h in sound)
-            assert claim.version - oldest <= claim.limit, "trained too old"
+            assert claim.version - self.counts_from(self.ledger.live[key]) <= claim.limit, "trained too old"
             assert key[0] not in self.trained, "trained twice"
         before = self.ledger.counters.version
         for _ in range(1 + self.pick(2)):  # now and then the answer is lost and it is asked again
@@ -252,7 +254,9 @@ class Walk:
         """What was not committed is gone; nobody was told of it."""
         if self.store is None or self.pick(3):
             return
-        self.ledger = self.ledger_class(RULES, limit=self.ledger.limit, snapshot=self.store.snapshot(), now=self.now)
+        self.ledger = self.ledger_class(
+            self.rules, limit=self.ledger.limit, snapshot=self.store.snapshot(), now=self.now
+        )
         for _, claim, applied in self._acknowledged:
             for group, _ in claim.keys if applied else ():
                 del self.trained[group]
@@ -261,6 +265,12 @@ class Walk:
         self.held = {g: min(v, self.ledger.counters.version) for g, v in self.held.items()}
 
     # ------------------------------------------------------------ what always holds
+    def counts_from(self, attempt):
+        """The version from which the age of a complete group counts."""
+        if self.rules.policy == "mask":
+            return max(h["newest"] for h in attempt.sound)
+        return min(h["oldest"] for h in attempt.sound)
+
     def check(self):
         ledger = self.ledger
         live = Counter(a.state for a in ledger.live.values() if a.lane == "train")
@@ -275,7 +285,7 @@ class Walk:
         assert len(groups) == len(set(groups)), "two live attempts of one group"
         for a in ledger.live.values():
             if a.state in ("leased", "ready") and a.missing == 0:
-                assert ledger.counters.version - a.oldest <= ledger.limit, "doomed, but still outstanding"
+                assert ledger.counters.version - self.counts_from(a) <= ledger.limit, "doomed, but still outstanding"
             assert a.state != "leased" or a.missing, "complete, but not ready"
             assert a.state != "pending" or not a.samples or a.num_leases < RULES.max_attempts
         for g in GENERATORS:

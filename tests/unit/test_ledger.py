@@ -144,6 +144,57 @@ def test_the_claim_gate_does_not_rely_on_the_dropping_of_doomed_groups():
     assert isinstance(ledger.claim(epoch, 1, 1, B), Claim)
 
 
+def test_under_mask_a_group_is_as_old_as_its_newest_token():
+    ledger = make(limit=1, policy="mask")
+    epoch = ledger.attach("learner", "1")
+    for _ in range(2):
+        train_step(ledger, epoch)
+    mixed, old = lease(ledger), lease(ledger)
+    for index in range(N):
+        ledger.commit("g", header(mixed, index, oldest=0, newest=index), 0.0)  # 0 and 0–1 at version 2
+        ledger.commit("g", header(old, index, oldest=0, newest=0), 0.0)
+    assert ledger.drops["stale"].count == 1 and (old.group, 1) in ledger.live
+    finish(ledger, lease(ledger))
+    assert ledger.claim(epoch, 3, 2, B).keys == (mixed.key, (old.group, 1))  # the deadline of `mixed` is 1 + 1
+    begun = lease(ledger)
+    ledger.commit("g", header(begun, 0, oldest=0, newest=0), 0.0)
+    ledger.acknowledge(epoch, 3, applied=True)
+    assert begun.state == "leased" and ledger.drops["stale"].count == 1  # tokens to come may be young enough
+    ledger.forget_generator("g", "generator_lost")
+    assert lease(ledger) is begun
+
+
+def test_under_wait_a_batch_waits_for_slow_groups_that_would_grow_too_old():
+    ledger = make(limit=1, policy="wait", wait_s=30.0)
+    epoch = ledger.attach("learner", "1")
+    train_step(ledger, epoch)
+    slow = lease(ledger, held=0)  # due at version 1
+    for _ in range(B):
+        finish(ledger, lease(ledger, held=1))  # due at version 2
+    assert ledger.claim(epoch, 2, 1, B, 5.0) == (
+        "policy wait: step 2 would leave 1 groups to grow too old; for 0.0 s"
+    )  # fmt: skip
+    assert isinstance(ledger.claim(epoch, 2, 1, B, 34.9), str)
+    finish(ledger, slow)
+    claim = ledger.claim(epoch, 2, 1, B, 34.9)
+    assert slow.key in claim.keys and len(claim.keys) == B
+    ledger.acknowledge(epoch, 2, applied=True)
+    assert not ledger.drops
+
+
+def test_under_wait_the_wait_ends_and_then_it_is_as_drop():
+    ledger = make(limit=1, policy="wait", wait_s=30.0)
+    epoch = ledger.attach("learner", "1")
+    train_step(ledger, epoch)
+    slow = lease(ledger, held=0)
+    for _ in range(B):
+        finish(ledger, lease(ledger, held=1))
+    assert isinstance(ledger.claim(epoch, 2, 1, B, 5.0), str)
+    assert slow.key not in ledger.claim(epoch, 2, 1, B, 35.0).keys
+    ledger.acknowledge(epoch, 2, applied=True)
+    assert ledger.drops["stale"].count == 1
+
+
 def test_attempts_are_bounded_and_a_fresh_prompt_takes_the_place():
     ledger = make(max_attempts=2)
     first = lease(ledger)

@@ -16,17 +16,17 @@ from common import staleness
 from tests.ledger_walk import Walk, reachable
 
 
-def walk(seed, *, ops, ledger_class=Ledger, store=None):
+def walk(seed, *, ops, ledger_class=Ledger, store=None, policy="drop"):
     rng = random.Random(seed)
-    walk = Walk(rng.randrange, ledger_class, store)
+    walk = Walk(rng.randrange, ledger_class, store, policy=policy)
     for _ in range(ops):
         walk.step()
     return walk
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_seeded_walk_in_memory(seed):
-    reachable(walk(seed, ops=25_000))
+@pytest.mark.parametrize(("seed", "policy"), [(0, "drop"), (1, "drop"), (2, "mask"), (3, "wait")])
+def test_seeded_walk_in_memory(seed, policy):
+    reachable(walk(seed, ops=25_000, policy=policy))
 
 
 def test_seeded_walk_on_disk_with_crashes(tmp_path):
@@ -42,9 +42,9 @@ def test_seeded_walk_on_disk_with_crashes(tmp_path):
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(data=st.data(), limit=st.integers(0, 2))
-    def begin(self, data, limit):
-        self.walk = Walk(lambda n: data.draw(st.integers(0, n - 1)), Ledger, limit=limit)
+    @initialize(data=st.data(), limit=st.integers(0, 2), policy=st.sampled_from(["drop", "mask", "wait"]))
+    def begin(self, data, limit, policy):
+        self.walk = Walk(lambda n: data.draw(st.integers(0, n - 1)), Ledger, limit=limit, policy=policy)
 
     @rule(name=st.sampled_from(Walk.OPERATIONS), data=st.data())
     def operate(self, name, data):

@@ -195,7 +195,7 @@ def test_the_critic_learns_alone_in_its_warm_up(learner_of: Callable[..., Learne
 def _targets(config: Config, samples: list[Sample], proximal: torch.Tensor) -> estimates.Targets:
     batch = make_batch(samples)
     start = StartOfStep(proximal, None, None, torch.zeros_like(proximal))
-    return make_targets(config, batch, start, kl_controller=make_kl_controller(config), step=1)[0]
+    return make_targets(config, batch, start, kl_controller=make_kl_controller(config), step=1, young=batch.mask)[0]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
@@ -276,6 +276,40 @@ def test_a_batch_with_a_token_older_than_the_limit_is_given_back_whole(learner_o
     assert _distance(before, _weights(learner)) == 0
     learner.step()
     assert learner.progress.version == 4
+
+
+def test_under_mask_older_tokens_get_weight_0_and_what_they_say_does_not_matter(
+    learner_of: Callable[..., Learner],
+) -> None:
+    config = make_config("staleness.policy=mask", "algorithm.rollout_correction.rollout_is=null", "run.max_steps=4")
+    weights, lines = [], []
+    for shift in (0.0, 5.0):
+
+        def samples(step: int, version: int, shift: float = shift) -> list[Sample]:
+            groups = make_groups(config, step, version=version)
+            for i, s in enumerate(groups if version == 3 else ()):
+                n = len(s.response_ids)
+                logprobs = s.behavior_logprobs.copy()
+                logprobs[: n // 2] -= shift  # of the tokens of version 0
+                spans = ((0, 0, n // 2), (3, n // 2, n)) if n > 1 else ((3, 0, n),)
+                groups[i] = dataclasses.replace(s, spans=spans, behavior_logprobs=logprobs)
+            return groups
+
+        learner = learner_of(config, SimulatedFeed(samples, limit=2), folder=f"shift-{shift}")
+        assert learner.run() == "max_steps reached" and learner.progress.staleness_max == 0
+        weights.append(_weights(learner))
+        lines.append(learner.writer.lines[4])
+    assert lines[0]["staleness/masked_fraction"] > 0.3 and lines[0]["staleness/max"] == 0
+    assert lines[0]["actor/grad_norm"] > 0 and _distance(*weights) == 0
+
+
+def test_under_mask_a_batch_without_a_young_token_is_given_back(learner_of: Callable[..., Learner]) -> None:
+    config = make_config("staleness.policy=mask")
+    feed = SimulatedFeed(lambda step, version: make_groups(config, step, version=0), limit=1)
+    learner = learner_of(config, feed)
+    for _ in range(3):
+        learner.step()
+    assert feed.returned == [(3, "stale")] and learner.progress.version == 2
 
 
 def test_tokens_from_a_version_that_is_not_there_yet_are_given_back(learner_of: Callable[..., Learner]) -> None:
