@@ -30,6 +30,7 @@ class Rules:
     policy: Literal["drop", "mask", "wait"] = "drop"  # what becomes of groups that grow too old
     wait_s: float = 60.0  # policy `wait`: a batch waits at most so long for them
     greedy_index: int | None = None  # sample without which a group cannot be trained: the baseline of the others
+    untrained_bytes: int = 1 << 62  # at so many bytes of payloads nothing more is leased, if a batch is ready
     filter_groups: bool = False  # drop groups whose rewards are all equal
     max_filtered: int = 0  # … and give up after so many in a row without a batch; 0: never
 
@@ -52,6 +53,7 @@ class Attempt:
     step: int | None = None  # the step that trains it; eval: the step whose weights are validated
     num_leases: int = 0  # how often it was handed out
     samples: dict[int, Header] = field(default_factory=dict)  # committed, by index
+    num_bytes: int = 0  # of the payloads of these
     # Not in the store: a lease starts anew when a ledger is restored.
     num_tokens_before: int = 0  # of samples that are no part of this lease's work
     leased_at: float = 0.0
@@ -108,6 +110,7 @@ class Step:
     settings: dict[str, Any]
     digest: str
     keys: tuple[Key, ...]
+    payload_bytes: int
     optimizer_span: tuple[float, float]  # Unix seconds
 
 

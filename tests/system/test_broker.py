@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.database import PAGE_BYTES
 from common.control import Control, start_server
 from common.errors import DeadlineError, FencedError, LedgerError, NoSignalError, Stopped
 from common.processes import child_environment, spawn
@@ -229,8 +230,8 @@ def test_a_damaged_ledger_is_refused_by_name(run):
     process.wait()  # a clean end: everything is in the file itself, nothing in its log
     path = run.dir / "ledger.sqlite"
     with open(path, "r+b") as file:
-        file.seek(2 * 4096)
-        file.write(os.urandom(4096 * 3))
+        file.seek(2 * PAGE_BYTES)
+        file.write(os.urandom(PAGE_BYTES))
     process = run.broker(wait=False)
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from broker.database import PAGE_BYTES
 from broker.ledger import Ledger
 from broker.records import Rules
 from broker.store import NewSample, Store
@@ -40,7 +41,7 @@ class Book:
                 make_sample(attempt.group, attempt.attempt, index, num_tokens=num_tokens, spans=spans)
             )
             _, header, (payload,) = decode(frames, GENERATOR_OPS)
-            assert self.ledger.commit("g", header, 0.0) == "stored"
+            assert self.ledger.commit("g", header, 0.0, len(payload)) == "stored"
             self.samples.append(NewSample(header, payload, "g", spans))
 
     def commit(self):
@@ -216,12 +217,12 @@ def test_a_damaged_file_is_refused_by_name(path, place):
     size = path.stat().st_size
     with open(path, "r+b") as file:
         if place == "truncated":
-            file.truncate(size - 3 * 4096)
+            file.truncate(size - 3 * PAGE_BYTES)
         elif place == "text":
             file.truncate(0)
             file.write(b"not a database at all\n" * 500)
         else:
-            file.seek({"header": 0, "schema": 100, "middle": 2 * 4096}[place])
+            file.seek({"header": 0, "schema": 100, "middle": 2 * PAGE_BYTES}[place])
             file.write(b"\xff" * 4096)
     text = refusal(path)
     assert text.startswith(f"{path}: the ledger is damaged (") and "Put back a copy of it, or move it away" in text
