@@ -178,7 +178,9 @@ class RolloutCorrection(Section):
 
 class FilterGroups(Section):
     enable: bool = False
-    """Dynamic sampling (DAPO): not there yet, refused."""
+    """Dynamic sampling (DAPO): a group whose rewards are all equal is dropped as it comes, another takes its place."""
+    max_num_gen_batches: NonNegativeInt = 10
+    """The run ends after so many batches' worth of groups dropped so without a batch to train; 0: no limit."""
 
 
 class Algorithm(Section):
@@ -400,6 +402,15 @@ class Config(Section):
         return self.algorithm.adv_estimator == "gae"
 
     @property
+    def greedy_index(self) -> int | None:
+        """Which sample of a training group is sampled greedily, as the baseline of `remax`; None: none is."""
+        return self.rollout.n if self.algorithm.adv_estimator == "remax" else None
+
+    @property
+    def samples_per_group(self) -> int:
+        return self.rollout.n + (self.greedy_index is not None)
+
+    @property
     def needs_reference(self) -> bool:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
@@ -457,14 +468,8 @@ def combination_faults(c: Config) -> list[str]:
         "(or algorithm.allow_single_sample_groups=true)",
     )
     refuse(
-        c.algorithm.filter_groups.enable,
-        "algorithm.filter_groups.enable=true: dynamic sampling needs a ledger that drops groups without signal "
-        "at commit, which is not there yet; set it to false",
-    )
-    refuse(
-        c.algorithm.adv_estimator == "remax",
-        "algorithm.adv_estimator=remax: needs one greedy sample per group, which the ledger cannot lease "
-        "yet; use rloo or grpo",
+        c.algorithm.filter_groups.enable and c.samples_per_group == 1,
+        "algorithm.filter_groups.enable=true: a group of one sample has no signal; set rollout.n ≥ 2, or it to false",
     )
     correction = c.algorithm.rollout_correction
     if correction.rollout_rs is not None:
