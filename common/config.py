@@ -356,6 +356,8 @@ class Weights(Section):
     """Size of one transfer bucket."""
     timeout_s: PositiveFloat = 30.0
     """Longest time one member can hold up a publication; then it is left out."""
+    canary_every: NonNegativeInt = 50
+    """Versions between two proofs that an engine computes what the learner does; 0: at a first load, after faults."""
 
 
 class Ledger(Section):

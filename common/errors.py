@@ -7,7 +7,8 @@ LeewayError
 │   └── NoSignalError  dynamic sampling finds almost nothing to train on (exit code 2)
 ├── ControlError     Redis: unreachable, refused, or in contradiction with this process
 ├── WeightError      a publication that failed, was torn, or was refused
-│   └── PeerError    … because of one peer, which it names
+│   ├── PeerError    … because of one peer, which it names
+│   └── DisprovedError  an engine computes something else with the weights than the learner
 ├── EngineError      the sampling engine failed, or was used wrongly
 │   └── RequestCancelled  a request was ended early, on demand
 ├── FencedError      this process lost its epoch to a newer one
@@ -63,6 +64,12 @@ class PeerError(WeightError):
     def __init__(self, peer: str, what: str) -> None:
         self.peer = peer
         super().__init__(f"{peer}: {what}")
+
+
+class DisprovedError(WeightError):
+    def __init__(self, difference: float, what: str) -> None:
+        self.difference = difference
+        super().__init__(what)
 
 
 class EngineError(LeewayError):

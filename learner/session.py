@@ -12,6 +12,7 @@ from common.metrics import MetricsWriter
 from common.roles import Role
 from learner import ending, resume
 from learner.ahead import Ahead
+from learner.canary import CanaryForward
 from learner.checkpoint import Checkpoints
 from learner.feed import Feed
 from learner.initial import initial_folder, load_tokenizer, served_folder
@@ -78,6 +79,12 @@ class Session:
             config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
             started=self.started, ahead=self._ahead(feed, ranks.device),
+        )  # fmt: skip
+        publisher.prove_with(
+            CanaryForward(
+                self.learner.models.actor.module.lm, dtype=config.model.dtype,
+                max_tokens=config.max_sequence_tokens - 1, trust_remote_code=config.model.trust_remote_code,
+            )
         )  # fmt: skip
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
