@@ -145,8 +145,14 @@ class Load:
             self._sockets.append(socket)
         self._index = {socket: i for i, socket in enumerate(self._sockets)}
         self._beats = [(time.monotonic() + 0.5 * i / self.number, i) for i in range(self.number)]  # heap
-        frames = encode_sample(make_sample(num_tokens=TOKENS))
-        self._header, self._payload = unpack(frames[0]), frames[1]
+        self._made: tuple[int, dict[str, Any], bytes] = (-1, {}, b"")  # (version, header, payload)
+
+    def sample(self) -> tuple[dict[str, Any], bytes]:
+        """Header and payload of a sample of the version held now; made once."""
+        if self._made[0] != self.version:
+            frames = encode_sample(make_sample(num_tokens=TOKENS, version=self.version))
+            self._made = (self.version, unpack(frames[0]), frames[1])
+        return self._made[1:]
 
     def run(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -172,6 +178,8 @@ class Load:
                     for key in map(tuple, fields["keys"]):
                         self.num_acked += 1
                         self.latencies_s.append(now - self._sent.pop(key))
+                elif op == "refused":
+                    raise RuntimeError(f"the broker refused a sample: {fields}")
         except zmq.Again:
             pass
 
@@ -186,10 +194,10 @@ class Load:
             self._sockets[i].send_multipart(beat)
         while self._due and self._due[0][0] <= now:
             _, i, group, attempt, index = heapq.heappop(self._due)
-            header = self._header | {"group": group, "attempt": attempt, "index": index}
-            header |= {"oldest": self.version, "newest": self.version}
+            header, payload = self.sample()
             self._sent[group, attempt, index] = now
-            self._sockets[i].send_multipart([pack(header), self._payload])
+            key = {"group": group, "attempt": attempt, "index": index}
+            self._sockets[i].send_multipart([pack(header | key), payload])
 
 
 class Consumer(threading.Thread):
@@ -240,7 +248,8 @@ def echo_groups_per_s(producers: int) -> float:
     """The same frames from the same number of producers, answered and nothing else."""
     with process(serve_echo) as (address, _):
         load = Load(address, producers)
-        frames, answered = [pack(load._header), load._payload], 0
+        header, payload = load.sample()
+        frames, answered = [pack(header), payload], 0
         for socket in load._sockets:
             for _ in range(WINDOW):
                 socket.send_multipart(frames)

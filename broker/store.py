@@ -177,6 +177,7 @@ class Store:
                 ranges = [_payload_range((g, a)) for g, a in json.loads(keys)]
                 self._db.executemany("DELETE FROM payloads WHERE id BETWEEN ? AND ?", ranges)
                 self._db.execute("UPDATE steps SET payloads_kept = 0 WHERE step = ?", (step,))
+                failpoint("broker.during_compaction")
         self.redo_bytes = self._sum_redo_bytes()
 
     def put(self, name: str, value: Any) -> None:

@@ -1,6 +1,7 @@
 """The ledger on disk: restored exactly, refused by name when it is damaged, foreign or taken."""
 
 import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -10,9 +11,9 @@ import pytest
 from broker.database import PAGE_BYTES
 from broker.ledger import Ledger
 from broker.records import Rules
-from broker.store import NewSample, Store
-from common.errors import LedgerError
-from common.wire import GENERATOR_OPS, decode, encode_sample
+from broker.store import NewSample, Store, _payload_id
+from common.errors import LedgerError, WireError
+from common.wire import GENERATOR_OPS, decode, decode_sample, encode_sample
 from tests.ledger_walk import comparable
 from tests.simulated import make_sample
 
@@ -170,6 +171,28 @@ def test_a_flipped_bit_in_a_payload_is_found(path):
     assert book.store.is_sound(sound) and not book.store.is_sound(damaged)
     book.store._db.execute("DELETE FROM payloads WHERE data = ?", (flipped,))
     assert not book.store.is_sound(damaged)
+    book.store.close()
+
+
+def test_a_thousand_flipped_bytes_are_found_one_by_one(path):
+    book, rng = Book(path), random.Random(0)
+    attempt = book.lease()
+    book.deliver(attempt, num_tokens=64)
+    book.commit()
+    keys = [(*attempt.key, index) for index in range(N)]
+    payloads = book.store.payloads(keys)
+    for _ in range(1_000):
+        index = rng.randrange(N)
+        place, bits = rng.randrange(len(payloads[index])), rng.randrange(1, 256)
+        flipped = bytearray(payloads[index])
+        flipped[place] ^= bits
+        put = "UPDATE payloads SET data = ? WHERE id = ?"
+        book.store._db.execute(put, (bytes(flipped), _payload_id(*keys[index])))
+        assert not book.store.is_sound(attempt)  # so it is never claimed; and the learner looks again
+        with pytest.raises(WireError, match="checksum"):
+            decode_sample(attempt.samples[index], bytes(flipped))
+        book.store._db.execute(put, (payloads[index], _payload_id(*keys[index])))
+    assert book.store.is_sound(attempt)
     book.store.close()
 
 
