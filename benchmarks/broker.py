@@ -229,19 +229,20 @@ class Consumer(threading.Thread):
         self._feed.close()
 
 
-def broker_groups_per_s(producers: int) -> float:
-    with process(serve_broker, **settings(limit=8)) as (address, _):
+def broker_rate(producers: int) -> tuple[float, float]:
+    """(groups per second, µs of the broker's CPU per group)"""
+    with process(serve_broker, **settings(limit=8)) as (address, broker):
         load = Load(address, producers, capacity=max(64, 1024 // producers))
         consumer = Consumer(address, load)
         consumer.start()
         load.run(1.5)
-        before = load.num_acked
+        before, cpu = load.num_acked, sum(broker.cpu_times()[:2])
         load.run(SECONDS)
-        made = load.num_acked - before
+        groups, cpu = (load.num_acked - before) / N, sum(broker.cpu_times()[:2]) - cpu
         consumer.stop.set()
         consumer.join(10)
         load.close()
-    return made / N / SECONDS
+    return groups / SECONDS, 1e6 * cpu / groups
 
 
 def echo_groups_per_s(producers: int) -> float:
@@ -272,8 +273,9 @@ def broker_throughput() -> Iterator[Figure]:
     """Groups of 8 × 256 tokens with durable acknowledgements, a learner that claims and acknowledges beside them."""
     need = load_config([QUICKSTART], []).data.train_batch_size / QUICKSTART_STEP_S
     for producers in (1, 4, 16):
-        rate, echo = broker_groups_per_s(producers), echo_groups_per_s(producers)
+        (rate, cpu), echo = broker_rate(producers), echo_groups_per_s(producers)
         yield Figure(f"broker.groups_per_s.{producers}", rate, "groups/s")
+        yield Figure(f"broker.cpu_per_group.{producers}", cpu, "µs of the broker")
         yield Figure(f"broker.share_of_echo.{producers}", rate / echo, "of a bare ROUTER/DEALER echo", "≥ 0.2")
         yield Figure(f"broker.multiple_of_quickstart.{producers}", rate / need, "× its need", "≥ 20")
 
