@@ -227,7 +227,7 @@ class Member:
             self.state = f"stages version {transfer.version}"
             await self.engine.rpc(
                 "stage", number=transfer.number, version=transfer.version, manifest=payload[0],
-                host=fields["store_host"], port=fields["store_port"], prefix=fields["prefix"], rank=fields["rank"],
+                ticket=[fields[name] for name in ("transport", "host", "port", "prefix")], rank=fields["rank"],
                 world_size=fields["world_size"], timeout_s=fields["timeout_s"], mailbox=self.engine.mailbox.address,
             )  # fmt: skip
             self._send("prepared", number=transfer.number)

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import LeewayError, WeightError
 from common.failpoints import failpoint
-from common.transfer import Group, first_line, join_group
+from common.transfer import Group, Ticket, first_line, join_group
 from common.weights import HostBuffer, Manifest, decode_manifest
 
 Post = Callable[..., None]  # post(op, **fields): an event of WORKER_OPS
@@ -38,15 +38,15 @@ class Staging:
         number: int,
         version: int,
         manifest: bytes,
-        host: str,
-        port: int,
-        prefix: str,
+        ticket: list[Any],
         rank: int,
         world_size: int,
         timeout_s: float,
         post: Post,
     ) -> None:
         """Start to receive; returns at once. ``post`` is called with ``staged`` or ``failed``.
+
+        ticket: the fields of a ``Ticket``, as they come through vLLM's call.
 
         A transfer that still runs is given up (the learner has closed its end).
 
@@ -65,7 +65,7 @@ class Staging:
             try:
                 _wait_for(before, timeout_s)
                 group = join_group(
-                    host, port, prefix, rank=rank + self._worker, world_size=world_size, timeout_s=timeout_s
+                    Ticket(*ticket), rank=rank + self._worker, world_size=world_size, timeout_s=timeout_s
                 )
                 self._receive(group, wanted)
                 self._complete(number, version, wanted)
@@ -89,7 +89,7 @@ class Staging:
             failpoint("staging.bucket")
             try:
                 group.receive(self._buffer.bucket(index))
-            except RuntimeError as e:
+            except (RuntimeError, WeightError) as e:
                 raise WeightError(f"bucket {index} of {manifest.num_buckets}: {first_line(e)}") from None
             there = manifest.bucket(index).stop
             while unchecked and unchecked[-1][0].end <= there:
@@ -124,7 +124,7 @@ class Staging:
             return
         mine: dict[str, Any] = {e.name: (e.dtype, e.shape) for e in self._layout.entries}
         new: dict[str, Any] = {e.name: (e.dtype, e.shape) for e in wanted.entries}
-        for name in mine.keys() | new.keys():
+        for name in [*mine, *new]:
             if mine.get(name) != new.get(name):
                 raise WeightError(f"tensor {name}: {_text(new.get(name))} is sent, {_text(mine.get(name))} was before")
         raise WeightError("the tensors come in another order than before")

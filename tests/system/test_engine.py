@@ -188,20 +188,20 @@ def test_a_torn_transfer_changes_nothing(bench: Bench) -> None:
 
     async def tear() -> None:
         """Stage half a version: the learner's end closes after three buckets."""
-        from common.transfer import Rendezvous
+        from common.transfer import StoreTransport
         from common.weights import HostBuffer, copy_out, encode_manifest, with_digests
 
         buffer = HostBuffer()
         copy_out(models.tiny_model(21).named_parameters(), buffer, bucket_bytes=WEIGHTS.bucket_bytes)
         manifest = with_digests(buffer)
-        rendezvous = Rendezvous("127.0.0.1", timeout_s=3)
-        prefix = rendezvous.new_prefix(1, 99)
+        rendezvous = StoreTransport("127.0.0.1", timeout_s=3)
+        ticket = rendezvous.announce(1, 99)
         await bench.engine.rpc(
-            "stage", number=99, version=held + 1, manifest=encode_manifest(manifest), host="127.0.0.1",
-            port=rendezvous.port, prefix=prefix, rank=1, world_size=2, timeout_s=3.0,
+            "stage", number=99, version=held + 1, manifest=encode_manifest(manifest), rank=1, world_size=2,
+            ticket=[ticket.transport, ticket.host, ticket.port, ticket.prefix], timeout_s=3.0,
             mailbox=bench.engine.mailbox.address,
         )  # fmt: skip
-        group = await asyncio.to_thread(rendezvous.open_group, prefix, 1)
+        group = await asyncio.to_thread(rendezvous.open_group, ticket, 1)
         for index in range(3):
             asked.append(index)
             await asyncio.to_thread(group.send, buffer.bucket(index))

@@ -147,6 +147,18 @@ def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> N
         assert {s.laddr.ip for s in listening} <= {"127.0.0.1"}
 
 
+def test_everything_by_snapshots(bench: Bench) -> None:
+    publisher = bench.publisher(config=CONFIG.model_copy(update={"transport": "snapshot"}))
+    a, b = bench.receiver("a"), bench.receiver("b", "staging.bucket:25:stop")
+    for version in range(4):
+        publisher.publish(version, weights_of(version))
+        a.wait_held(version)
+    publisher.wait_held(3, timeout_s=3 * TIMEOUT_S)  # the frozen one is left out
+    assert {m.name: m.transport for m in publisher.members()} == {"a": "snapshot"}
+    b.send_signal(signal.SIGCONT)
+    assert b.wait_held(3)[-1] == 3
+
+
 def test_newer_supersedes_and_versions_never_mix(bench: Bench) -> None:
     publisher = bench.publisher()
     a = bench.receiver("a", "staging.bucket:1:delay=0.02")
@@ -195,6 +207,10 @@ def test_a_torn_transfer_changes_nothing_and_is_sent_again(bench: Bench) -> None
     a.wait_held(0)
     publisher.publish(1, weights_of(1))
     assert a.wait_held(1) == [1]
+    assert [m.transport for m in publisher.members()] == ["snapshot"]  # after a failure
+    publisher.publish(2, weights_of(2))
+    assert a.wait_held(2) == [2]
+    assert [m.transport for m in publisher.members()] == ["gloo"]
     assert "a" in bench.wait_note("version 1 not delivered", 5)
     assert "failpoint staging.bucket" in bench.wait_note("failpoint", 5)
 
@@ -206,8 +222,10 @@ def test_another_model_is_refused_by_tensor_name(bench: Bench) -> None:
     a.wait_held(0)
     publisher.publish(1, [(n, t) for n, t in weights_of(1) if n != "layer.4"])
     assert "tensor layer.4: nothing is sent, float32 [127, 129] was before" in bench.wait_note("layer.4", 5)
-    publisher.publish(2, weights_of(2))
-    assert a.wait_held(2) == [2]
+    publisher.publish(2, [(n, t.bfloat16()) for n, t in weights_of(2)])
+    assert "tensor layer.0: bfloat16 [127, 129] is sent, float32 [127, 129]" in bench.wait_note("bfloat16", 5)
+    publisher.publish(3, weights_of(3))
+    assert a.wait_held(3) == [3]
 
 
 def test_a_changed_byte_is_found_by_its_tensor(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
