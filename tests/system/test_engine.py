@@ -49,7 +49,7 @@ class Bench:
         self.publisher.prove_with(CanaryForward(models.tiny_model(), dtype="float32", max_tokens=100))
         start = time.monotonic()
         self.engine: Engine = self.run(
-            Engine.start(model_path=str(models.write_folder(folder / "model")), config=CONFIG, seed=1)
+            Engine.start(model_path=str(models.write_folder(folder / "model")), config=CONFIG, seed=1), 240
         )
         self.start_s = time.monotonic() - start
         self.member = self.run(self._join())
