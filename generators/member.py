@@ -128,10 +128,8 @@ class Member:
             identity = f"{self._name}/{self._incarnation}/{self._num_connections}"
             self._line = AsyncDealer(address, identity.encode())
             self.state = f"greets the learner at {address}"
-            try:
-                await self._talk(address, self._line)
-            finally:
-                self._hang_up()
+            await self._talk(address, self._line)
+            self._hang_up()  # at the end `run` does, with a goodbye
 
     async def _talk(self, address: str, line: AsyncDealer) -> None:
         """Until the registry names another learner, or this one stays silent."""

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -62,7 +64,11 @@ async def main(name: str, address_file: str) -> None:
             engine=engine, run_id="run", name=name, incarnation=str(os.getpid()), lookup_address=lookup, on_version=held
         )
         print(json.dumps({"ready": os.getpid()}), flush=True)
-        await member.run()
+        me = asyncio.current_task()
+        assert me is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)  # as a generator: it leaves
+        with contextlib.suppress(asyncio.CancelledError):
+            await member.run()
 
 
 if __name__ == "__main__":

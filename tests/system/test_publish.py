@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,15 +170,23 @@ def test_newer_supersedes_and_versions_never_mix(bench: Bench) -> None:
         publisher.publish(29, weights_of(29))
 
 
-POINTS = ("member.prepare", "staging.bucket:1", "staging.bucket:5", "staging.bucket:10", "staging.staged")
+BUCKETS = range(1, NUM_BUCKETS + 1)
+POINTS = ("member.prepare", *(f"staging.bucket:{i}" for i in BUCKETS), "staging.staged")
 POINTS += ("member.staged", "member.swap", "member.held")
 FAULTS = [(point, action) for point in POINTS for action in ("kill", "stop")]
-SAMPLE = random.Random(5).sample(FAULTS, 3)
+LEARNER_POINTS = ["publish.prepare:2", "publish.group:2", *(f"publish.bucket:{NUM_BUCKETS + i}" for i in BUCKETS)]
 
 
-@pytest.mark.parametrize(
-    ("point", "action"), [pytest.param(*f, marks=() if f in SAMPLE else pytest.mark.soak) for f in FAULTS]
-)
+def sampled(cases: Sequence[Any], count: int) -> list[Any]:
+    """All cases as parameters, of which all but a seeded sample are for ``make soak``."""
+    chosen = random.Random(5).sample(list(cases), count)
+    return [
+        pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=() if c in chosen else pytest.mark.soak)
+        for c in cases
+    ]
+
+
+@pytest.mark.parametrize(("point", "action"), sampled(FAULTS, 3))
 def test_a_member_that_dies_or_freezes_holds_up_nobody(bench: Bench, point: str, action: str) -> None:
     publisher = bench.publisher()
     a, bad = bench.receiver("a"), bench.receiver("bad", f"{point}:{action}")
@@ -187,6 +195,7 @@ def test_a_member_that_dies_or_freezes_holds_up_nobody(bench: Bench, point: str,
     publisher.publish(0, weights_of(0))
     a.wait_held(0, TIMEOUT_S)  # at once: it does not even wait for the timeout
     publisher.publish(1, weights_of(1))
+    assert time.monotonic() - start < TIMEOUT_S  # nor does the learner
     a.wait_held(1, TIMEOUT_S)
     publisher.wait_held(1, timeout_s=3 * TIMEOUT_S)  # the other one is left out, and named
     assert time.monotonic() - start < 2.5 * TIMEOUT_S
@@ -289,7 +298,40 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("point", ["publish.prepare:2", "publish.group:2", "publish.bucket:15"])
+@pytest.mark.parametrize("index", sampled(BUCKETS, 1))
+def test_joining_while_a_transfer_runs(bench: Bench, index: int) -> None:
+    publisher = bench.publisher()
+    a = bench.receiver("a", f"staging.bucket:{index}:stop")
+    until(lambda: publisher.members(), 5, "the member")
+    address = bench.file.read_text()
+    bench.file.unlink()  # the next one waits for a learner in the registry
+    b = bench.receiver("b")
+    publisher.publish(0, weights_of(0))
+    until(lambda: psutil.Process(a.process.pid).status() == psutil.STATUS_STOPPED, 5, "the bucket")
+    bench.file.write_text(address)
+    b.wait_held(0, TIMEOUT_S)
+    a.send_signal(signal.SIGCONT)
+    assert a.wait_held(0)[-1] == 0
+    publisher.publish(1, weights_of(1))
+    publisher.wait_held(1, timeout_s=3 * TIMEOUT_S, minimum=2)
+
+
+@pytest.mark.parametrize("index", sampled(BUCKETS, 1))
+def test_leaving_while_a_transfer_runs(bench: Bench, index: int) -> None:
+    publisher = bench.publisher()
+    a, b = bench.receiver("a"), bench.receiver("b", f"staging.bucket:{index}:delay=0.3")
+    until(lambda: len(publisher.members()) == 2, 5, "both members")
+    publisher.publish(0, weights_of(0))
+    until(lambda: any(m.name == "b" and m.state == "sending" for m in publisher.members()), 5, "the transfer")
+    b.send_signal(signal.SIGTERM)
+    bench.wait_note("b left", TIMEOUT_S)
+    assert "b: version 0 not delivered: it left" in bench.notes
+    a.wait_held(0, TIMEOUT_S)
+    assert publisher.wait_held(0, timeout_s=TIMEOUT_S) == ["a"]
+    assert b.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("point", sampled(LEARNER_POINTS, 2))
 def test_the_learner_killed_in_a_transfer_is_replaced(bench: Bench, point: str) -> None:
     env = {**os.environ, "LEEWAY_FAILPOINT": f"{point}:kill", "OMP_NUM_THREADS": "1"}
     learner = subprocess.Popen([sys.executable, "-c", LEARNER, str(bench.file)], env=env)
