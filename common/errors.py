@@ -4,6 +4,7 @@ LeewayError
 ├── ConfigError      a bad configuration or input, found before work starts (exit code 2)
 ├── WireError        a message that breaks the schema or its limits
 ├── LedgerError      a request the ledger refuses; a damaged ledger
+│   └── NoSignalError  dynamic sampling finds almost nothing to train on (exit code 2)
 ├── ControlError     Redis: unreachable, refused, or in contradiction with this process
 ├── WeightError      a publication that failed, was torn, or was refused
 │   ├── PeerError    … because of one peer, which it names
@@ -45,6 +46,10 @@ class WireError(LeewayError):
 
 class LedgerError(LeewayError):
     pass
+
+
+class NoSignalError(LedgerError):
+    exit_code = 2  # a restart would not mend it
 
 
 class ControlError(LeewayError):
