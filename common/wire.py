@@ -107,6 +107,7 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
 # The learner's control socket (weights). `number` names one transfer to one engine.
 CONTROL_OPS: dict[str, dict[str, Any]] = {
     # engine -> learner
+    # `num_workers`: how many of its workers receive (one does for all that share its memory)
     "hello": {"run": str, "name": str, "incarnation": str, "version": int, "num_workers": int},
     "beat": {"version": int, "state": str},
     "prepared": {"number": int},

@@ -29,13 +29,13 @@ class Filling:
 
     def __init__(self, folder: str) -> None:
         self.version = -1
-        self.num_workers = 1
+        self.shared = ""
         self.dead = False
         self.mailbox = Mailbox(f"{folder}/events")
         self.tensors: dict[str, Any] = {}
         self._staging = Staging(worker=0)
 
-    async def rpc(self, method: str, *, mailbox: str, **transfer: Any) -> list[Any]:
+    async def rpc(self, method: str, *, mailbox: str, shared: str, **transfer: Any) -> list[Any]:
         assert method == "stage"
         self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
         return [None]

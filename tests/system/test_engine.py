@@ -200,7 +200,7 @@ def test_a_torn_transfer_changes_nothing(bench: Bench) -> None:
         await bench.engine.rpc(
             "stage", number=99, version=held + 1, manifest=encode_manifest(manifest), rank=1, world_size=2,
             ticket=[ticket.transport, ticket.host, ticket.port, ticket.prefix], timeout_s=3.0,
-            mailbox=bench.engine.mailbox.address,
+            mailbox=bench.engine.mailbox.address, shared="",
         )  # fmt: skip
         group = await asyncio.to_thread(rendezvous.open_group, ticket, 1)
         for index in range(3):

@@ -140,6 +140,7 @@ def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> N
     assert a.wait_held(4) == [1, 2, 4] and b.wait_held(4) == [1, 2, 4]
     c = bench.receiver("c")
     assert c.wait_held(4) == [4]
+    publisher.wait_held(4, timeout_s=5, minimum=3)  # until the learner has heard so
     assert {m.name: m.version for m in publisher.members()} == {"a": 4, "b": 4, "c": 4}
     assert publisher.stats()["weights/transfers"] == 9
     for process in (os.getpid(), a.process.pid):  # control socket, rendezvous, groups
@@ -149,7 +150,7 @@ def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> N
 
 def test_everything_by_snapshots(bench: Bench) -> None:
     publisher = bench.publisher(config=CONFIG.model_copy(update={"transport": "snapshot"}))
-    a, b = bench.receiver("a"), bench.receiver("b", "staging.bucket:25:stop")
+    a, b = bench.receiver("a"), bench.receiver("b", "staging.bucket:5:stop")
     for version in range(4):
         publisher.publish(version, weights_of(version))
         a.wait_held(version)
@@ -216,6 +217,7 @@ def test_a_torn_transfer_changes_nothing_and_is_sent_again(bench: Bench) -> None
     a.wait_held(0)
     publisher.publish(1, weights_of(1))
     assert a.wait_held(1) == [1]
+    publisher.wait_held(1, timeout_s=5)
     assert [m.transport for m in publisher.members()] == ["snapshot"]  # after a failure
     publisher.publish(2, weights_of(2))
     assert a.wait_held(2) == [2]
