@@ -3,6 +3,8 @@
 launch.py run CONFIG.yaml [more.yaml …] [a.b=c …]     everything on this host
 launch.py broker|learner|generators …                 one role alone, in any order
 launch.py status|why|pause|resume|stop [RUN_DIR]      talk to a run
+launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
+launch.py export RUN_DIR OUT.parquet                  write them to a file
 launch.py config [CONFIG.yaml …] [a.b=c …]            check or print a config
 """
 
@@ -34,6 +36,8 @@ _SENTENCES = {
     "resume": "go on after `pause`",
     "stop": "end a run; the learner saves first",
     "config": "check a config, or print it whole",
+    "export": "write a run's samples to a parquet file, with tokens, text, rewards, versions and fate",
+    "samples": "show a run's samples and what became of them, by an SQL condition",
 }
 
 
@@ -94,7 +98,27 @@ def _parser() -> argparse.ArgumentParser:
         _add_place(made)
         if name == "status":
             made.add_argument("--json", action="store_true", help="one JSON object")
+    _add_samples(verb("samples", _records))
+    made = verb("export", _records)
+    _add_record(made)
+    made.add_argument("out", metavar="OUT.parquet", help="docs/rollouts.md describes it")
+    made.add_argument("--no-text", action="store_true", help="tokens only; needs no tokenizer")
     return parser
+
+
+def _add_samples(parser: argparse.ArgumentParser) -> None:
+    _add_record(parser)
+    parser.add_argument("--columns", metavar="A,B,…", help="columns to show; docs/ledger.md lists them")
+    parser.add_argument("--order", metavar="SQL", help="e.g. 'reward DESC' (default: by group)")
+    parser.add_argument("--limit", metavar="N", help="rows to show (default: 20; 0: all)")
+    parser.add_argument("--text", action="store_true", help="also the text of prompt and response")
+    parser.add_argument("--json", action="store_true", help="one JSON object per sample")
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN_DIR", help="a run's folder, or a copy of its ledger.sqlite")
+    parser.add_argument("--where", metavar="SQL", help="condition over the view `rollouts`, e.g. 'reward > 0.9'")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the run's own")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +193,17 @@ def _role(args: argparse.Namespace) -> int:
 
 def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
+
+
+def _records(args: argparse.Namespace) -> int:
+    """Become the program that reads a run's record."""
+    ours = ("verb", "do", "folder", "out")
+    options = {k: v for k, v in vars(args).items() if k not in ours and v not in (None, False)}
+    flags = [a for k, v in options.items() for a in ([_flag(k)] if v is True else [f"{_flag(k)}={v}"])]
+    places = [value for name in ("folder", "out") if (value := getattr(args, name, None))]
+    from common.local_run import become
+
+    return become("generators.records", [args.verb, *places, *flags])
 
 
 def _talk(args: argparse.Namespace) -> int:

@@ -287,6 +287,13 @@ def run_alone(role: str, config: Config | None, redis_url: str, arguments: list[
         return _run_agent(role_command(role, config or Config(), Path(folder), arguments), Path(folder))
 
 
+def become(module: str, arguments: list[str]) -> int:
+    """Go on as another program of ours, in the foreground."""
+    os.environ.update({k: v for k, v in role_environment("").items() if k != "LEEWAY_REDIS_URL"})
+    command = [sys.executable, "-m", module, *arguments]
+    os.execve(command[0], command, _without_supervisor(child_environment()))
+
+
 def _run_agent(command: list[str], folder: Path) -> int:
     """torch.distributed.run in the foreground: signals go to its workers, their own error is said again last."""
     error_file = folder / "learner.error"
