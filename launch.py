@@ -5,6 +5,7 @@ launch.py broker|learner|generators …                 one role alone, in any o
 launch.py status|why|pause|resume|stop [RUN_DIR]      talk to a run
 launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
 launch.py export RUN_DIR OUT.parquet                  write them to a file
+launch.py replay RUN_DIR|FILE [CONFIG.yaml] [a.b=c …] train on recorded rollouts, without generators
 launch.py config [CONFIG.yaml …] [a.b=c …]            check or print a config
 """
 
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,7 +23,7 @@ import yaml
 from common.config import HOST_KEYS, Config
 from common.errors import ConfigError, LeewayError, Stopped
 from common.loading import config_paths, load_config
-from common.preflight import checked_config
+from common.preflight import CONFIG_FILE, checked_config
 
 ROLE_VERBS = {"broker": "broker", "learner": "learner", "generators": "generator"}
 DESIRED_VERBS = {"pause": "paused", "resume": "running", "stop": "stopped"}
@@ -35,6 +37,7 @@ _SENTENCES = {
     "pause": "hand out no more work until `resume`",
     "resume": "go on after `pause`",
     "stop": "end a run; the learner saves first",
+    "replay": "train on recorded rollouts, without broker and generators",
     "config": "check a config, or print it whole",
     "export": "write a run's samples to a parquet file, with tokens, text, rewards, versions and fate",
     "samples": "show a run's samples and what became of them, by an SQL condition",
@@ -82,8 +85,10 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(do=do)
         return made
 
-    for name, do in (("run", _run), ("config", _config)):
+    for name, do in (("run", _run), ("replay", _replay), ("config", _config)):
         made = verb(name, do, epilog=_key_help() if _wants_help() else None)
+        if name == "replay":
+            made.add_argument("rollouts", metavar="RUN_DIR|FILE", help="a run's folder or ledger, or a parquet file")
         _add_config(made)
         made.add_argument("--print-config", action="store_true", help="print the whole config as YAML and end")
         made.add_argument("--dry-run", "--check", action="store_true", help="check everything, start nothing")
@@ -157,6 +162,19 @@ def _run(args: argparse.Namespace) -> int:
     from common.local_run import LocalRun
 
     return LocalRun(config).execute()
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """A run whose rollouts are recorded ones; without a config, with the one that recorded them."""
+    record = Path(args.rollouts)
+    files, overrides = _split(args.config)
+    if not files and (record / CONFIG_FILE).is_file():
+        files = [str(record / CONFIG_FILE)]
+        overrides = ["run.id=null", "run.dir=null", *overrides]
+    if not files and not overrides:
+        raise ConfigError(f"{record}: does not say with which config it was made; give one")
+    args.config = [*files, f"replay.rollouts={json.dumps(str(record.expanduser().resolve()))}", *overrides]
+    return _run(args)
 
 
 def _config(args: argparse.Namespace) -> int:

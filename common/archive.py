@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from common.errors import ConfigError, LedgerError
@@ -48,6 +48,14 @@ class RecordedStep:
     settings: dict[str, Any]
     digest: str  # of the weights after it
     keys: tuple[Key, ...]  # its groups, in order
+
+
+class Group(NamedTuple):
+    """A group that can be trained."""
+
+    key: Key
+    num_samples: int
+    num_tokens: int  # of its longest response
 
 
 class Archive:
@@ -109,14 +117,15 @@ class Archive:
             ).fetchall()
         return [(header_of(row[:-1]), self.payload(row[-1])) for row in rows]
 
-    def complete_groups(self) -> list[Key]:
+    def complete_groups(self) -> list[Group]:
         """Training groups whose samples are all there with their payloads, and can be trained; by key."""
         with self._readable():
             rows = self._db.execute(
-                "SELECT grp, attempt FROM rollouts WHERE lane = 'train' AND state <> 'dropped' AND kept "
+                "SELECT grp, attempt, COUNT(*), MAX(num_tokens) FROM rollouts "
+                "WHERE lane = 'train' AND state <> 'dropped' AND kept "
                 "AND fault IS NULL AND reward IS NOT NULL GROUP BY grp, attempt HAVING COUNT(*) = size ORDER BY 1, 2"
             )
-            return [(group, attempt) for group, attempt in rows]
+            return [Group((group, attempt), size, longest) for group, attempt, size, longest in rows]
 
     # ------------------------------------------------------------ steps
     def step(self, number: int) -> RecordedStep | None:
@@ -156,6 +165,14 @@ class Archive:
             yield
         except (sqlite3.Error, ValueError, TypeError) as e:
             raise LedgerError(f"{self.path}: not a ledger that can be read ({e}); put back a copy of it") from e
+
+
+def is_ledger(path: Path) -> bool:
+    """Whether a path is a run's folder or an SQLite file, and not a file of rollouts."""
+    if path.is_dir():
+        return True
+    with open(path, "rb") as f:
+        return f.read(16) == b"SQLite format 3\0"
 
 
 def ledger_path(path: Path | str) -> Path:

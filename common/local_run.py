@@ -119,7 +119,7 @@ class LocalRun:
             verb = "continues" if continued else "starts"
             self.console.note(f"run {self.config.run.id} {verb} in {self.folder}")
             try:
-                for role in ROLES:
+                for role in ("learner",) if self.config.replay.rollouts else ROLES:
                     self.supervisor.add(role, self._starter(role))
                 outcome = self.supervisor.watch(
                     lambda: self._tick(control), lambda child, end: self._finishes(control, child, end)

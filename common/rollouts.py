@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.archive import Key, RecordedStep
+from common.archive import Group, Key, RecordedStep
 from common.errors import ConfigError
 from common.wire import Sample
 
@@ -126,19 +126,19 @@ class Rollouts:
         self._rows = self._groups()
         self._steps = self._recorded_steps()
 
-    def complete_groups(self) -> list[Key]:
+    def complete_groups(self) -> list[Group]:
         """Training groups that can be trained, by key. Those that cannot are counted in ``left_out``."""
         bad = (self._text("fault") != "") | ~np.isfinite(self._reward)
         held_out = self._text("lane") == "eval"
-        keys = []
+        lengths, found = self._response_ids.lengths, []
         self.left_out = {}
         for key, rows in sorted(self._rows.items()):
             reason = "eval" if held_out[rows].any() else "fault" if bad[rows].any() else None
             if reason is None:
-                keys.append(key)
+                found.append(Group(key, len(rows), int(lengths[rows].max())))
             else:
                 self.left_out[reason] = self.left_out.get(reason, 0) + 1
-        return keys
+        return found
 
     def samples(self, key: Key) -> list[Sample]:
         """A group's samples, by index."""

@@ -43,6 +43,7 @@ def write_summary(learner: Learner, ended: str) -> None:
         window=learner.config.run.goal_window,
         dropped=dict(learner.stats.get("dropped", {})),
         seconds=time.monotonic() - learner.started,
+        equal_steps=learner.stats.get("replay/num_equal_steps"),
         val_score=val and val["score"],
         val_version=val and val["version"],
         hf_dir=str(hf) if hf.is_dir() else None,

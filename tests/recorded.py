@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from broker.ledger import Ledger
 from broker.records import Attempt, Claim, Rules
 from broker.store import NewSample, Store
-from common.wire import GENERATOR_OPS, Sample, decode, encode_sample
+from common.wire import GENERATOR_OPS, Sample, decode, decode_sample, encode_sample
+from learner import feed
 
 SETTINGS = {"actor.optim.lr": 1e-3, "actor.kl_loss_coef": 0.001}
 
@@ -30,6 +34,19 @@ def toy_sample(group: int, attempt: int, index: int, *, version: int = 0, **chan
         "timing": {"generate_s": 0.5},
     }  # fmt: skip
     return Sample(**(fields | changes))
+
+
+def made_elsewhere(path: Path, rows: int = 4, **changes: Any) -> Path:
+    """The least that is needed, in the types that pandas would choose."""
+    columns = {
+        "group": [i // 2 for i in range(rows)],
+        "prompt_ids": [[5, 6]] * rows,
+        "response_ids": [[7, 8, 1]] * rows,
+        "behavior_logprobs": [[-0.5, -1.0, -0.25]] * rows,
+        "reward": [float(i % 2) for i in range(rows)],
+    } | changes
+    pq.write_table(pa.table({k: v for k, v in columns.items() if v is not None}), path)
+    return path
 
 
 class Recorder:
@@ -77,3 +94,38 @@ class Recorder:
     def close(self) -> None:
         self.store.commit(self.ledger.take_changes())
         self.store.close()
+
+
+class RecorderFeed:
+    """The learner's feed, from a Recorder."""
+
+    def __init__(self, recorder: Recorder, *, make: Callable[..., Sample] = toy_sample) -> None:
+        self.recorder, self.make, self.digests = recorder, make, []
+
+    def attach(self) -> feed.Attached:
+        c = self.recorder.ledger.counters
+        return feed.Attached(self.recorder.epoch, c.version, c.step, c.floor, -1)
+
+    def claim(self, *, step: int, version: int, num_groups: int, on_wait: object = None) -> feed.Claim:
+        c = self.recorder.claim(self.make)
+        live = self.recorder.ledger.live
+        groups = tuple(feed.Group(*k, tuple(h for _, h in sorted(live[k].samples.items()))) for k in c.keys)
+        assert (c.step, c.version) == (step, version)
+        self._claim = c
+        return feed.Claim(step, version, c.limit, c.short, groups)
+
+    def fetch(self, claim: feed.Claim) -> list[Sample]:
+        headers = [h for g in claim.groups for h in g.headers]
+        payloads = self.recorder.store.payloads([(h["group"], h["attempt"], h["index"]) for h in headers])
+        return [decode_sample(h, p) for h, p in zip(headers, payloads, strict=True)]
+
+    def acknowledge(self, *, step: int, applied: bool, settings: dict, digest: str, **rest: object) -> feed.Stepped:
+        assert applied
+        self.recorder.acknowledge(self._claim, digest=digest, **settings)
+        self.digests.append(digest)
+        return feed.Stepped(self.recorder.ledger.counters.version, False, {})
+
+    def checkpoint_valid(self, *, step: int, path: str) -> None: ...
+
+    def rows(self, *, after: int) -> list:
+        return []

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -17,7 +16,7 @@ from common.errors import ConfigError
 from common.rollouts import COLUMNS, Rollouts, config_in
 from generators.records import main
 from learner.toy import toy_tokenizer, write_toy_folder
-from tests.recorded import SETTINGS, Recorder, toy_sample
+from tests.recorded import SETTINGS, Recorder, made_elsewhere, toy_sample
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def exported(run_dir: Path) -> Path:
 def test_each_sample_comes_back_as_it_was_stored(run_dir: Path, exported: Path) -> None:
     archive, rollouts = Archive(run_dir), Rollouts(exported, vocab_size=64)
     assert rollouts.complete_groups() == archive.complete_groups() != []
-    for group, attempt in rollouts.complete_groups():
+    for (group, attempt), _, _ in rollouts.complete_groups():
         make = _with_tool if group == 12 else lambda s: s
         version = {0: 0, 2: 1, 3: 2}[group // 4]
         for index, sample in enumerate(rollouts.samples((group, attempt))):
@@ -107,22 +106,9 @@ def recorder_file(folder: Path) -> Any:
     return sqlite3.connect(folder / "run" / "ledger.sqlite")
 
 
-def made_elsewhere(path: Path, rows: int = 4, **changes: Any) -> Path:
-    """The least that is needed, in the types that pandas would choose."""
-    columns = {
-        "group": [i // 2 for i in range(rows)],
-        "prompt_ids": [[5, 6]] * rows,
-        "response_ids": [[7, 8, 1]] * rows,
-        "behavior_logprobs": [[-0.5, -1.0, -0.25]] * rows,
-        "reward": [float(i % 2) for i in range(rows)],
-    } | changes
-    pq.write_table(pa.table({k: v for k, v in columns.items() if v is not None}), path)
-    return path
-
-
 def test_a_file_made_elsewhere_needs_five_columns(tmp_path: Path) -> None:
     rollouts = Rollouts(made_elsewhere(tmp_path / "a.parquet"), vocab_size=64)
-    assert rollouts.complete_groups() == [(0, 0), (1, 0)] and rollouts.step(1) is None
+    assert rollouts.complete_groups() == [((0, 0), 2, 3), ((1, 0), 2, 3)] and rollouts.step(1) is None
     first, second = rollouts.samples((1, 0))
     assert (first.index, first.reward, second.index, second.reward) == (0, 0.0, 1, 1.0)
     assert first.spans == ((0, 0, 3),) and first.loss_mask.tolist() == [True] * 3
@@ -136,7 +122,7 @@ def test_groups_that_cannot_be_trained_are_counted(tmp_path: Path) -> None:
         fault=[None] * 4 + ["reward_timeout"] + [None] * 3,
     )  # fmt: skip
     rollouts = Rollouts(path)
-    assert rollouts.complete_groups() == [(3, 0)] and rollouts.left_out == {"fault": 2, "eval": 1}
+    assert [g.key for g in rollouts.complete_groups()] == [(3, 0)] and rollouts.left_out == {"fault": 2, "eval": 1}
 
 
 @pytest.mark.parametrize(
