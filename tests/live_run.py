@@ -39,6 +39,7 @@ class LiveRun:
         self.dir = folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
         self.started: list[subprocess.Popen[bytes]] = []
+        self.may_fail: list[subprocess.Popen[bytes]] = []  # the test killed what they had started
         self.logs: dict[int, Path] = {}
         self.url, self._server = start_server(folder / "redis") if server else (None, None)
 
@@ -75,7 +76,8 @@ class LiveRun:
 
     def wait_for_step(self, step: int, within_s: float = 150) -> None:
         def reached() -> bool:
-            dead = [p for p in self.started if p.poll() not in (None, 0, -signal.SIGKILL)]
+            watched = [p for p in self.started if p not in self.may_fail]
+            dead = [p for p in watched if p.poll() not in (None, 0, -signal.SIGKILL)]
             assert not dead or self.step() >= step, self.log(dead[0])[-3000:]
             return self.step() >= step
 
@@ -84,6 +86,13 @@ class LiveRun:
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         with sqlite3.connect(f"file:{self.dir / 'ledger.sqlite'}?mode=ro", uri=True) as ledger:
             return ledger.execute(sql).fetchall()
+
+    def roles(self) -> set[str]:
+        """Roles that are registered; none while there is no such run yet."""
+        try:
+            return {p["role"] for p in self.status()["processes"]}
+        except AssertionError:
+            return set()
 
     def status(self) -> dict[str, Any]:
         place = ["--redis-url", self.url, "--run-id", "live"] if self.url else [str(self.dir)]

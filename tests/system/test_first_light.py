@@ -26,7 +26,7 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     """The quick start for some steps, seen to its end."""
     run = LiveRun(tmp_path_factory.mktemp("light"))
     launcher = run.start(
-        "run", *run.settings(f"run.max_steps={STEPS}", "trainer.test_freq=8", "rollout.max_num_seqs=24")
+        "run", *run.settings(f"run.max_steps={STEPS}", "trainer.test_freq=8", "rollout.max_num_seqs=16")
     )
     try:
         run.wait_for_step(3)
@@ -87,7 +87,7 @@ def test_the_hugging_face_folder_scores_what_the_run_said(light: LiveRun) -> Non
     assert by_vllm == by_transformers
     score = sum(a == row["reward_model"]["ground_truth"] for a, row in zip(by_transformers, prompts, strict=True)) / 128
     assert light.query(f"SELECT num_scored, total / num_scored FROM validations WHERE step = {STEPS}") == [(128, score)]
-    assert Summary.read(light.dir).validation_last == score
+    assert Summary.read(light.dir).val_score == score
 
 
 def answers_of_transformers(folder: Path, texts: list[str]) -> list[str]:

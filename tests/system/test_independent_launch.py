@@ -62,12 +62,13 @@ def test_four_commands_in_any_order(live: LiveRun, order: tuple[int, ...], giver
     kept = {
         p["name"]: p["pid"] for p in live.status()["processes"] if p["role"] == "generator" and "fleet3" in p["name"]
     }
+    live.may_fail.append(live.started[learner])
     live.process("learner").kill()
     live.started[learner].wait(60)
     before = live.step()
     live.start("learner")
     live.wait_for_step(before + 6)
-    assert all(psutil.pid_exists(pid) for pid in kept), "generators stay while the learner restarts"
+    assert all(psutil.pid_exists(pid) for pid in kept.values()), "generators stay while the learner restarts"
 
     assert_nothing_too_old_was_trained(live)
     steps = [row[0] for row in live.query("SELECT step FROM steps ORDER BY step")]
@@ -84,7 +85,7 @@ def test_on_policy_with_a_member_killed_in_mid_transfer(live: LiveRun) -> None:
     )
     live.start("learner", *config)
     live.start("broker")
-    until(lambda: "learner" in {p["role"] for p in live.status()["processes"]}, 60, "the learner is registered")
+    until(lambda: "learner" in live.roles(), 60, "the learner is registered")
     live.start("generators", "--name", "steady")
     live.start("generators", "--name", "fragile", LEEWAY_FAILPOINT="staging.bucket:3:kill")
     live.wait_for_step(12, within_s=240)
