@@ -53,7 +53,12 @@ class GeneratorDesk:
         if now >= self._look_at:
             self._look_at = now + 1.0
             self._forget_the_lost(now)
+        self._tell_cancelled()
         self._lease_out(now)
+
+    def _tell_cancelled(self) -> None:
+        """Before anything is leased: a generator may get the same group again."""
+        ledger = self._s.ledger
         for generator, (group, attempt), reason in ledger.cancels:
             holder = self._s.peers.named(generator)
             if holder is not None:
@@ -113,6 +118,7 @@ class GeneratorDesk:
         s.counted[verdict] += 1
         if verdict == "stored":
             s.keep(NewSample(fields, payload[0], peer.name, sample.spans))
+            s.counted["faulty"] += fields["fault"] is not None
         s.acknowledge(peer.identity, (group, attempt, index))
 
     def _checked(self, fields: Fields, payload: list[bytes]) -> Sample:

@@ -137,6 +137,8 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         lease_timeout_s=config.ledger.lease_timeout_s,
         lease_limit_s=config.ledger.lease_limit_s,
         num_prompts=prompts["train"].count,
+        policy=config.staleness.policy,
+        wait_s=config.staleness.wait_s,
     )
     store = Store(
         run_dir / LEDGER,

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from common.errors import ConfigError, LedgerError
 
 LEDGER = "ledger.sqlite"
-READABLE = (1,)  # schema versions
+READABLE = (1, 2)  # schema versions
 Key = tuple[int, int]  # (group, attempt)
 
 # The view that a condition (`--where`) is about: one row for each committed sample, with its fate.
@@ -110,20 +110,23 @@ class Archive:
         return None if row is None else row[0]
 
     def samples(self, key: Key) -> list[tuple[dict[str, Any], bytes | None]]:
-        """(header, payload or None) of a group's samples, by index. Header: `sample` in common/wire.py."""
+        """(header, payload or None) of a group's samples without a fault, by index. Header: `sample` in
+        common/wire.py."""
         with self._readable():
             rows = self._db.execute(
-                f"SELECT {_HEADER}, payload_id FROM rollouts WHERE grp = ? AND attempt = ? ORDER BY idx", key
+                f"SELECT {_HEADER}, payload_id FROM rollouts "
+                "WHERE grp = ? AND attempt = ? AND fault IS NULL ORDER BY idx",
+                key,
             ).fetchall()
         return [(header_of(row[:-1]), self.payload(row[-1])) for row in rows]
 
     def complete_groups(self) -> list[Group]:
-        """Training groups whose samples are all there with their payloads, and can be trained; by key."""
+        """Training groups that have become ready and whose tokens are there, by key; faulty samples do not count."""
         with self._readable():
             rows = self._db.execute(
                 "SELECT grp, attempt, COUNT(*), MAX(num_tokens) FROM rollouts "
-                "WHERE lane = 'train' AND state <> 'dropped' AND kept "
-                "AND fault IS NULL AND reward IS NOT NULL GROUP BY grp, attempt HAVING COUNT(*) = size ORDER BY 1, 2"
+                "WHERE lane = 'train' AND state IN ('ready', 'claimed', 'trained') AND fault IS NULL "
+                "GROUP BY grp, attempt HAVING MIN(kept) = 1 ORDER BY 1, 2"
             )
             return [Group((group, attempt), size, longest) for group, attempt, size, longest in rows]
 

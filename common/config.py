@@ -338,8 +338,11 @@ class Trainer(Section):
 class Staleness(Section):
     max: NonNegativeInt = 2
     """η: no token older than this many versions carries loss weight. 0 is synchronous on-policy training."""
-    policy: Literal["drop"] = "drop"
-    """What becomes of a group that is, or is bound to become, too old."""
+    policy: Literal["drop", "mask", "wait"] = "drop"
+    """What becomes of a group that is, or is bound to become, too old: it is dropped and its prompt tried again; its
+    older tokens get weight 0 (mask); or the learner waits for slow groups rather than leave them behind (wait)."""
+    wait_s: PositiveFloat = 60.0
+    """Policy `wait`: longest time that one batch waits for slow groups; then as `drop`."""
 
 
 class Weights(Section):

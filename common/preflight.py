@@ -35,7 +35,8 @@ MAY_CHANGE = (
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
 REPLAY_MATTERS = (
     "model.", "algorithm.", "actor.", "critic.", "reward.overlong_buffer.", "run.seed:", "data.max_prompt_length:",
-    "data.max_response_length:", "data.train_batch_size:", "trainer.deterministic:", "trainer.nproc_per_node:",
+    "data.max_response_length:", "data.train_batch_size:", "staleness.policy:", "trainer.deterministic:",
+    "trainer.nproc_per_node:",
 )  # fmt: skip
 REPLAY_MAY_CHANGE = ("model.path:", "critic.model_path:", "model.trust_remote_code:")
 _RUN_FILES = ("ledger.sqlite", "metrics.jsonl", "checkpoints")

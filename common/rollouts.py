@@ -52,10 +52,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "temperature": ("double", "Sampling temperature. Absent: 1."),
     "sampling": ("string", "JSON: all sampling settings."),
     "finish_reason": ("string", "`stop` or `length`. Absent: `stop`."),
-    "reward": ("double", "Score of the sample. A group with a null is left out."),
+    "reward": ("double", "Score of the sample. A sample without one is left out of its group."),
     "reward_parts": ("string", "JSON: parts of the score."),
     "generator": ("string", "Who made it."),
-    "fault": ("string", "Why it cannot be trained. A group with a fault is left out."),
+    "fault": ("string", "Why it cannot be trained: it is left out of its group."),
     "timing": ("string", "JSON: seconds."),
 }
 
@@ -120,6 +120,7 @@ class Rollouts:
         self._table = _read(self.path)
         self._len = self._table.num_rows
         self.left_out: dict[str, int] = {}  # groups by reason
+        self.num_faulty = 0  # samples with a fault or without a reward, left out of their groups
         self._read_columns()
         if faults := self._faults(vocab_size):
             raise ConfigError([f"{path}: {fault}" for fault in faults])
@@ -127,17 +128,14 @@ class Rollouts:
         self._steps = self._recorded_steps()
 
     def complete_groups(self) -> list[Group]:
-        """Training groups that can be trained, by key. Those that cannot are counted in ``left_out``."""
-        bad = (self._text("fault") != "") | ~np.isfinite(self._reward)
-        held_out = self._text("lane") == "eval"
-        lengths, found = self._response_ids.lengths, []
+        """Training groups with a sample to train, by key. Held-out ones are counted in ``left_out``."""
+        held_out, lengths, found = self._text("lane") == "eval", self._response_ids.lengths, []
         self.left_out = {}
         for key, rows in sorted(self._rows.items()):
-            reason = "eval" if held_out[rows].any() else "fault" if bad[rows].any() else None
-            if reason is None:
-                found.append(Group(key, len(rows), int(lengths[rows].max())))
+            if held_out[rows].any():
+                self.left_out["eval"] = self.left_out.get("eval", 0) + 1
             else:
-                self.left_out[reason] = self.left_out.get(reason, 0) + 1
+                found.append(Group(key, len(rows), int(lengths[rows].max())))
         return found
 
     def samples(self, key: Key) -> list[Sample]:
@@ -218,8 +216,11 @@ class Rollouts:
         return faults
 
     def _groups(self) -> dict[Key, NDArray[np.int64]]:
-        """Rows of each group, by index."""
+        """Rows of each group that can be trained, by index."""
+        sound = (self._text("fault") == "") & np.isfinite(self._reward)
+        self.num_faulty = int((~sound).sum())
         order = np.lexsort((np.arange(self._len), self._index, self._attempt, self._group))
+        order = order[sound[order]]
         keys = np.stack([self._group[order], self._attempt[order]], axis=1)
         cuts = np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1)) + 1
         return {(int(self._group[r[0]]), int(self._attempt[r[0]])): r for r in np.split(order, cuts) if len(r)}

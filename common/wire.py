@@ -60,7 +60,8 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # learner -> broker; every request carries `id`, the answer repeats it
     # takes the run: learners before this one are fenced off; the same incarnation gets the same epoch again
     "attach": {"id": int, "run": str, "name": str, "incarnation": str},
-    # the batch of the next step, to be trained at `version`; answered by `claimed` or `ended`, `waiting` before
+    # the batch of the next step, to be trained at `version`; while step s is trained at version v, also that of
+    # step s + 1 at v + 1; answered by `claimed` or `ended`, `waiting` before
     "claim": {"id": int, "epoch": int, "step": int, "version": int, "num_groups": int},
     # `keys`: [[group, attempt, index], …], at most 4,000
     "fetch": {"id": int, "epoch": int, "keys": list},

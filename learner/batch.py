@@ -48,9 +48,14 @@ class Batch:
     def prompt(self, row: int) -> NDArray[np.int64]:
         return self.tokens[self.starts[row] : self.starts[row] + self.prompt_lengths[row]]
 
-    def ages(self, version: int) -> tuple[int, int]:
-        """(smallest, largest) staleness at `version` of the tokens that carry loss weight."""
-        versions = self.behavior_versions[self.mask]
+    def young(self, version: int, limit: int) -> Tensor:
+        """[batch, response] bool: sampled tokens that are at most `limit` versions old at `version`; no other token
+        carries loss weight."""
+        return self.mask & (version - self.behavior_versions <= limit)
+
+    def ages(self, version: int, *, limit: int | None = None) -> tuple[int, int]:
+        """(smallest, largest) staleness at `version` of the sampled tokens, or of those `young` by `limit`."""
+        versions = self.behavior_versions[self.mask if limit is None else self.young(version, limit)]
         if not versions.numel():
             return 0, 0
         newest, oldest = torch.stack([versions.amax(), versions.amin()]).tolist()

@@ -93,13 +93,19 @@ class Feed:
     ) -> None:
         """``address``: of the broker, or a function that looks it up (it is asked again after a silence)."""
         self._lookup = address if callable(address) else lambda: address
-        self._run_id, self._name, self._stop, self._timeout_s = run_id, name, stop, timeout_s
+        self._run_id, self._name, self.stop, self._timeout_s = run_id, name, stop, timeout_s
         self._incarnation = uuid.uuid4().hex
         self._dealer: Dealer | None = None
         self._address: str | None = None
         self._num_dials = 0
         self._last_id = 0
         self.epoch = 0
+
+    def another(self) -> Feed:
+        """A second connection of the attached learner, for another thread, with a `stop` of its own."""
+        feed = Feed(self._lookup, run_id=self._run_id, name=self._name, stop=Event(), timeout_s=self._timeout_s)
+        feed.epoch = self.epoch
+        return feed
 
     def close(self) -> None:
         if self._dealer is not None:
@@ -117,6 +123,8 @@ class Feed:
         self, *, step: int, version: int, num_groups: int, on_wait: Callable[[str], None] | None = None
     ) -> Claim | None:
         """The batch of ``step``, to be trained at ``version``; None: the data ended.
+
+        While step s is trained at version v, that of step s + 1 at version v + 1 may be claimed too.
 
         Waits for as long as the broker says that it waits; ``on_wait`` is told why, about once a second.
         """
@@ -207,7 +215,7 @@ class Feed:
         heard_at, sent_at, stopped_at = time.monotonic(), float("-inf"), float("inf")
         while True:
             now = time.monotonic()
-            if self._stop.is_set():
+            if self.stop.is_set():
                 stopped_at = min(stopped_at, now)
                 if op == "claim" or now - stopped_at > AFTER_STOP_S:
                     raise Stopped(what)
@@ -245,7 +253,7 @@ class Feed:
 
     def _receive(self, timeout_s: float) -> tuple[str, dict[str, Any], list[bytes]] | None:
         if self._dealer is None:
-            self._stop.wait(timeout_s)
+            self.stop.wait(timeout_s)
             return None
         frames = self._dealer.receive(timeout_s)
         return None if frames is None else decode(frames, LEARNER_OPS)

@@ -270,6 +270,8 @@ def open_replay(config: Config, *, start: tuple[int, int], stop: Event, vocab_si
     path = Path(str(config.replay.rollouts)).expanduser()
     source: Source
     source = (LedgerRollouts if is_ledger(path) else Rollouts)(path, vocab_size=vocab_size)
+    if num := getattr(source, "num_faulty", 0):
+        _log.warning("%d samples with a fault or without a reward are left out of their groups", num)
     if config.replay.mode == "exact":
         return ExactFeed(source, start=start, stop=stop)
     return OfflineFeed(source, config, start=start, stop=stop)

@@ -12,6 +12,7 @@ import torch
 from common.metrics import MetricsWriter
 from common.roles import Role
 from learner import ending, resume
+from learner.ahead import Ahead
 from learner.checkpoint import Checkpoints
 from learner.feed import Attached, Feed
 from learner.initial import initial_folder, load_tokenizer, served_folder
@@ -71,7 +72,7 @@ class Session:
         self.learner = Learner(
             config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
-            started=self.started,
+            started=self.started, ahead=self._ahead(feed, ranks.device) if isinstance(feed, Feed) else None,
         )  # fmt: skip
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
@@ -108,6 +109,11 @@ class Session:
         """Leave behind what the user wants to find."""
         self._state(f"ends: {ended}")
         ending.finish(self.learner, ended, tokenizer=self.tokenizer)
+
+    def _ahead(self, feed: Feed, device: torch.device) -> Ahead:
+        ahead = Ahead(feed.another(), device=device)
+        self._open.callback(ahead.close)
+        return ahead
 
     def _broker_address(self) -> str | None:
         """Where the broker is now; a restarted one has another port."""

@@ -101,8 +101,8 @@ def rollouts_page() -> str:
         "", "The file's metadata has `leeway.rollouts` (schema version), `leeway.config` (YAML of the run's config).",
         "", "A row is refused, by its number, if a list has another length than `response_ids`, a token is outside "
         "the model's vocabulary, a response or prompt is empty, or the log-probability of a sampled token is not "
-        "finite or above 0. A group is left out, and counted, if one of its samples has a fault or no reward, or if "
-        "it is held-out.",
+        "finite or above 0. A sample with a fault or without a reward is left out of its group, and a held-out group "
+        "is left out, both counted.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

@@ -109,7 +109,7 @@ class RecorderFeed:
     def claim(self, *, step: int, version: int, num_groups: int, on_wait: object = None) -> feed.Claim:
         c = self.recorder.claim(self.make)
         live = self.recorder.ledger.live
-        groups = tuple(feed.Group(*k, tuple(h for _, h in sorted(live[k].samples.items()))) for k in c.keys)
+        groups = tuple(feed.Group(*k, tuple(live[k].sound)) for k in c.keys)
         assert (c.step, c.version) == (step, version)
         self._claim = c
         return feed.Claim(step, version, c.limit, c.short, groups)

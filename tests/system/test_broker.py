@@ -16,6 +16,7 @@ from common.errors import DeadlineError, FencedError, LedgerError, Stopped
 from common.processes import child_environment, spawn
 from common.sockets import Dealer
 from common.wire import encode, encode_sample
+from learner.ahead import Ahead
 from learner.feed import Feed
 from tests.simulated import SimulatedGenerator, make_sample, raw_answers
 
@@ -117,12 +118,20 @@ def wait_for(condition, what, timeout_s=10.0):
         time.sleep(0.02)
 
 
-def train(feed, *, steps, version=None, first=None, generators=()):
+def train(feed, *, steps, version=None, first=None, generators=(), look_ahead=False):
     """Steps of a learner that does nothing with its batches; generators get each version at once."""
     attached = feed.attach() if first is None else None
     step, version = (attached.step + 1, attached.version) if attached else (first, version)
+    stop, ahead = threading.Event(), Ahead(feed.another()) if look_ahead else None
+    last = step + steps - 1
     for _ in range(steps):
-        claim = feed.claim(step=step, version=version, num_groups=B)
+        if ahead is not None and ahead.step == step:
+            claim = ahead.claim(stop=stop, on_wait=lambda reason: None)
+            ahead.batch(stop=stop)
+        else:
+            claim = feed.claim(step=step, version=version, num_groups=B)
+        if ahead is not None and step < last:
+            ahead.order(step=step + 1, version=version + 1, num_groups=B)
         samples = feed.fetch(claim)
         assert len(samples) == B * N and max(version - s.behavior_versions.min() for s in samples) <= claim.limit
         now = time.time()
@@ -133,6 +142,8 @@ def train(feed, *, steps, version=None, first=None, generators=()):
         step, version = step + 1, version + 1
         for generator in generators:
             generator.version = version
+    if ahead is not None:
+        ahead.close()
     return stepped
 
 
@@ -161,7 +172,8 @@ def test_killed_brokers_lose_nothing_acknowledged_and_train_nothing_twice(run):
     run.broker(failpoint=points[0])
     generators = [run.generator(f"generator-{i}", delay_s=0.005, duplicate=2) for i in range(2)]
     feed, done = run.feed(timeout_s=60), threading.Event()
-    learner = threading.Thread(target=lambda: (train(feed, steps=60, generators=generators), done.set()), daemon=True)
+    work = lambda: (train(feed, steps=60, generators=generators, look_ahead=True), done.set())  # noqa: E731
+    learner = threading.Thread(target=work, daemon=True)
     learner.start()
     for following in [*points[1:], ""]:
         process = run.brokers[-1]
@@ -260,6 +272,32 @@ def test_leases_of_a_killed_generator_go_to_another(run):
     assert any("to generator-dead" in r for r in reasons)  # the wait names who holds the oldest lease
     dropped = run.query("SELECT reason, COUNT(*) FROM attempts WHERE state = 'dropped' GROUP BY reason")
     assert dropped in ([("lease_expired", B)], [("generator_lost", B)])
+
+
+def test_samples_of_a_killed_generator_are_kept_and_only_the_rest_is_made_again(run):
+    run.broker("ledger.lease_timeout_s=2", "staleness.max=0")
+    made: list[int] = []
+
+    def half(group, attempt, index, *, version):
+        made.append(index)
+        return make_sample(group, attempt, index, version=version, generator="dead" if index == 0 else "late")
+
+    dead = run.generator("generator-dead", make=half, only={0})
+    wait_for(lambda: len(dead.acked) == B, "half of each group")
+    dead.close()  # without a word
+    feed = run.feed()
+    feed.attach()
+    other = run.generator("generator-b")
+    claim = feed.claim(step=1, version=0, num_groups=B)
+    samples = feed.fetch(claim)
+    assert {g.attempt for g in claim.groups} == {0} and {s.index: s.generator for s in samples} == {
+        0: "dead", 1: "simulated"
+    }  # fmt: skip
+    assert {index for *_, index in other.acked} == {1} and set(made) == {0}
+    assert run.query("SELECT state, num_leases, COUNT(*) FROM attempts WHERE grp < 4 GROUP BY 1, 2") == [
+        ("claimed", 2, B)
+    ]  # fmt: skip
+    assert feed.status()["queue/leased_again"] == B
 
 
 def test_bye_restart_and_cancel(run):

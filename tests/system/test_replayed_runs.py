@@ -98,7 +98,7 @@ def test_what_differs_is_named(recorded: LiveRun, tmp_path: Path) -> None:
 
 def test_an_exported_file_is_trained_offline(recorded: LiveRun, tmp_path: Path) -> None:
     file = tmp_path / "rollouts.parquet"
-    done = launch("export", str(recorded.dir), str(file))
+    done = launch("export", str(recorded.dir), str(file), "--no-text")
     assert done.returncode == 0 and re.search(r"[0-9]+ samples in ", done.stdout), done.stderr
     config = [c for c in CONFIG if not c.startswith(("data.task", "run.max_steps", "actor.optim.lr"))]
     done = launch(

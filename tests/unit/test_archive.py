@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from broker.schema import SCHEMA_VERSION
 from common.archive import READABLE, Archive
 from common.errors import ConfigError, LedgerError
+from generators import records
 from learner.toy import toy_tokenizer, write_toy_folder
 from tests.recorded import Recorder, toy_sample
 
@@ -121,27 +123,27 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
         Archive(tmp_path)
 
 
-def test_the_command_shows_a_table_json_and_text(run_dir: Path) -> None:
+def test_the_command_shows_a_table(run_dir: Path) -> None:
     done = launch("samples", str(run_dir), "--where", "reward > 0.9 AND trained_at = 1", "--limit", "3")
     lines = done.stdout.splitlines()
     assert lines[0].split()[:4] == ["grp", "attempt", "idx", "lane"] and len(lines) == 4
     assert re.search(r"3 of \d+ samples with reward > 0.9 AND trained_at = 1", done.stderr)
 
-    done = launch(
-        "samples", str(run_dir), "--where", "trained_at = 1", "--columns", "grp,idx,reward",
-        "--order", "reward DESC, grp",
-        "--limit=0", "--json", "--text",
-    )  # fmt: skip
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+
+def test_samples_as_json_with_their_text(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(*args: str) -> list[dict[str, Any]]:
+        assert records.main(["samples", str(run_dir), "--json", "--text", *args]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    rows = ask("--where=trained_at = 1", "--columns=grp,idx,reward", "--order=reward DESC, grp", "--limit=0")
     assert len(rows) == 16 and [r["reward"] for r in rows] == sorted((r["reward"] for r in rows), reverse=True)
     tokenizer = toy_tokenizer()
     for row in rows:
         sample = toy_sample(row["grp"], 0, row["idx"], version=1)
         assert row["prompt"] == tokenizer.decode(sample.prompt_ids.tolist())
         assert row["response"] == tokenizer.decode(sample.response_ids.tolist())
-
-    gone = launch("samples", str(run_dir), "--where", "state = 'dropped'", "--json", "--text", "--limit=1")
-    assert json.loads(gone.stdout)["missing"] == "its payload was freed"
+    [gone] = ask("--where=state = 'dropped'", "--limit=1")
+    assert gone["missing"] == "its payload was freed"
 
 
 @pytest.mark.parametrize(

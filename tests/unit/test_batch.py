@@ -44,6 +44,7 @@ def test_ages_are_those_of_the_tokens_with_loss_weight() -> None:
     assert b.ages(5) == (1, 3)
     masked = make_batch([make_sample(RNG, 0, 0, response_tokens=6, spans=spans, loss_mask_runs=(0, 2, 4))])
     assert masked.ages(5) == (1, 1)
+    assert b.ages(5, limit=2)[1] <= 2 and int(b.young(5, 99).sum()) == int(b.mask.sum()) > int(b.young(5, 2).sum())
 
 
 def test_mini_batches_are_whole_groups_in_their_order() -> None:

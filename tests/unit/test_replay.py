@@ -19,7 +19,7 @@ from common.archive import Archive
 from common.config import Config
 from common.errors import ReplayError, Stopped
 from common.preflight import world_faults
-from common.wire import decode_sample, encode_sample
+from common.wire import Sample, decode_sample, encode_sample
 from generators.records import main as records
 from learner import resume
 from learner.loop import Learner
@@ -29,6 +29,12 @@ from tests.learner_parts import SimulatedControl, alone, initial_weights, make_c
 from tests.recorded import Recorder, RecorderFeed, made_elsewhere, toy_sample
 
 STEPS, SKIPPED = 6, 4  # rows, and the one among them that was skipped
+FAULTY = (5, 0, 2)  # a sample whose reward failed; its group goes on without it
+
+
+def made(*key: int, version: int) -> Sample:
+    changes = {"fault": "reward_timeout", "reward": None} if key == FAULTY else {}
+    return toy_sample(*key, version=version, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def record(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """What a real learner did with a Recorder's rollouts: another learning rate from step 3, step 4 skipped."""
     folder, config = tmp_path_factory.mktemp("record"), make_config()
     recorder, control = Recorder(folder), SimulatedControl()
-    feed = RecorderFeed(recorder)
+    feed = RecorderFeed(recorder, make=made)
     learner = make_learner(config, load_models(config, weights, alone()), feed, folder, control=control)
     resume.resume(learner, feed.attach())
     for step in range(1, STEPS + 1):
@@ -285,7 +291,8 @@ def test_groups_that_do_not_fit_are_left_out_by_name(record: Record, replay: Any
     left_out = learner.stats["dropped"]
     assert left_out == {"damaged": 1, "longer than data.max_response_length": len(long)} and long
     assert learner.progress.step == -(-(20 - len(long)) // 4)  # what is known to be too long takes no place in a batch
-    assert learner.progress.samples_trained == 4 * (20 - 1 - len(long))
+    trained = groups - long - {damaged}
+    assert learner.progress.samples_trained == 4 * len(trained) - (FAULTY[0] in trained)
 
 
 def test_single_samples_have_nothing_to_compare(replay: Any, tmp_path: Path) -> None:

@@ -122,7 +122,9 @@ def test_groups_that_cannot_be_trained_are_counted(tmp_path: Path) -> None:
         fault=[None] * 4 + ["reward_timeout"] + [None] * 3,
     )  # fmt: skip
     rollouts = Rollouts(path)
-    assert [g.key for g in rollouts.complete_groups()] == [(3, 0)] and rollouts.left_out == {"fault": 2, "eval": 1}
+    assert rollouts.complete_groups() == [((0, 0), 1, 3), ((2, 0), 1, 3), ((3, 0), 2, 3)]
+    assert rollouts.left_out == {"eval": 1} and rollouts.num_faulty == 2
+    assert [s.index for s in rollouts.samples((2, 0))] == [0] and rollouts.samples((2, 0))[0].reward == 0.0
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_progress_renews_and_what_is_not_leased_is_cancelled(broker):
     assert b.turn() == []
     b.now += 0.1
     assert [(op, f.get("reason"), f.get("attempt")) for op, f, _ in b.turn()] == [
-        ("lease", None, 1), ("cancel", "lease_expired", 0)
+        ("cancel", "lease_expired", 0), ("lease", None, 1)
     ]  # fmt: skip
 
 
