@@ -52,7 +52,7 @@ class LiveRun:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "launch.py"), args[0], *place, *args[1:]],
                 stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**clean, "LEEWAY_STRICT": "1", **env},
+                env={**clean, "LEEWAY_STRICT": "1", "LEEWAY_PDEATHSIG": "1", **env},
             )  # fmt: skip
         self.started.append(process)
         self.logs[process.pid] = log
