@@ -165,12 +165,16 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    """A run whose rollouts are recorded ones; without a config, with the one that recorded them."""
+    """A run whose rollouts are recorded ones; without a config, with the one that recorded them.
+
+    The same command again continues the same replay.
+    """
     record = Path(args.rollouts)
     files, overrides = _split(args.config)
     if not files and (record / CONFIG_FILE).is_file():
         files = [str(record / CONFIG_FILE)]
-        overrides = ["run.id=null", "run.dir=null", *overrides]
+        recorded = load_config(files, [])
+        overrides = [f"run.id={recorded.run.id}-replay", "run.dir=null", *overrides]
     if not files and not overrides:
         raise ConfigError(f"{record}: does not say with which config it was made; give one")
     args.config = [*files, f"replay.rollouts={json.dumps(str(record.expanduser().resolve()))}", *overrides]

@@ -66,7 +66,8 @@ class Summary:
         )
         if self.equal_steps is not None:
             parts.append(f"The weights after each of {self.equal_steps} steps are those of the record.")
-        parts.append(f"Published {self.publications} versions; largest staleness {_or_none(self.staleness_max)}.")
+        published = f"Published {self.publications} versions; largest" if self.publications else "Largest"
+        parts.append(f"{published} staleness {_or_none(self.staleness_max)}.")
         if self.overlap_ratio is not None:
             parts.append(f"Generators sampled during {self.overlap_ratio:.0%} of the optimizer's time.")
         places = [

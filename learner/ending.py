@@ -38,7 +38,7 @@ def write_summary(learner: Learner, ended: str) -> None:
     """`summary.json`, which the launcher prints; `ended` is empty while the run goes on."""
     hf, wandb = learner.run_dir / "hf", learner.run_dir / "wandb"
     val = learner.validations.latest
-    learner.progress.summary(
+    summary = learner.progress.summary(
         ended=ended,
         window=learner.config.run.goal_window,
         dropped=dict(learner.stats.get("dropped", {})),
@@ -48,7 +48,10 @@ def write_summary(learner: Learner, ended: str) -> None:
         val_version=val and val["version"],
         hf_dir=str(hf) if hf.is_dir() else None,
         wandb_dir=str(wandb) if wandb.is_dir() else None,
-    ).write(learner.run_dir)
+    )
+    if learner.config.replay.rollouts:
+        summary.publications = 0  # to nobody
+    summary.write(learner.run_dir)
 
 
 def end_the_others(learner: Learner, ended: str) -> None:

@@ -279,8 +279,9 @@ def open_replay(config: Config, *, start: tuple[int, int], stop: Event, vocab_si
 
 def take_initial_weights(config: Config, run_dir: Path) -> None:
     """An exact replay starts from the very weights that the recorded run started from, if it kept any."""
-    source, target = Path(str(config.replay.rollouts)).expanduser() / "model", run_dir / "model"
-    if config.replay.mode != "exact" or not (source / WEIGHTS).is_file() or target.exists():
+    record = Path(str(config.replay.rollouts)).expanduser()
+    source, target = (record if record.is_dir() else record.parent) / "model", run_dir / "model"
+    if config.replay.mode != "exact" or not is_ledger(record) or not (source / WEIGHTS).is_file() or target.exists():
         return
     fresh = target.with_name("model.tmp")
     shutil.rmtree(fresh, ignore_errors=True)

@@ -217,9 +217,18 @@ def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_weights_that_the_run_started_from_are_taken(weights: Path, tmp_path: Path) -> None:
-    shutil.copytree(weights, tmp_path / "recorded" / "model")
-    config = make_config(f"replay.rollouts={tmp_path / 'recorded'}")
-    take_initial_weights(config, tmp_path)
+    recorded = tmp_path / "recorded"
+    shutil.copytree(weights, recorded / "model")
+    (recorded / "ledger.sqlite").write_bytes(b"SQLite format 3\0")
+    made_elsewhere(recorded / "a.parquet")
+    for source, mode, taken in (
+        (recorded, "exact", True), (recorded / "ledger.sqlite", "exact", True),
+        (recorded / "a.parquet", "exact", False), (recorded, "offline", False),
+    ):  # fmt: skip
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        take_initial_weights(make_config(f"replay.rollouts={source}", f"replay.mode={mode}"), tmp_path)
+        assert (tmp_path / "model").exists() == taken
+    take_initial_weights(make_config(f"replay.rollouts={recorded}"), tmp_path)
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == (weights / "model.safetensors").read_bytes()
 
 
