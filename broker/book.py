@@ -26,6 +26,7 @@ from broker.records import (
     Validation,
 )
 
+NO_SIGNAL = "no_signal"  # all rewards of a group are equal: nothing was wrong with it
 Cancel = tuple[str, Key, str]  # (generator, group attempt, reason)
 
 
@@ -47,6 +48,7 @@ class Book:
         self._leased: dict[str, dict[Key, Attempt]] = {}  # by generator
         self._owed: Counter[str] = Counter()  # samples that are still to come, by generator
         self._ready: dict[Key, Attempt] = {}
+        self._num_filtered = 0  # groups without signal since the last batch was claimed
         self._waits: tuple[int, float] | None = None  # policy `wait`: (step, since when it is held back)
         self._expiries: list[tuple[float, Key]] = []  # heap; a renewed lease is looked at again when its entry is due
         self._changes = Changes(counters=self.counters)
@@ -140,7 +142,7 @@ class Book:
                 )
             )
         elif attempt.lane == "train":
-            self.counters.num_exhausted += 1
+            self.counters.num_exhausted += reason != NO_SIGNAL
         elif (validation := self.validations.get(attempt.step if attempt.step is not None else -1)) is not None:
             validation.num_dropped += 1
             self._set_validation(validation)

@@ -126,8 +126,11 @@ class GeneratorDesk:
             raise WireError("bad_payload", f"{len(payload)} frames instead of one")
         sample = decode_sample(fields, payload[0], vocab_size=self._s.vocab_size)
         attempt = self._s.ledger.live.get((sample.group, sample.attempt))
-        if attempt is not None and attempt.lane == "train" and not sample.sampling.get("temperature", 0.0) > 0:
-            raise WireError("bad_sampling", f"temperature {sample.sampling.get('temperature')} in a training rollout")
+        if attempt is not None and attempt.lane == "train":
+            temperature, greedy = sample.sampling.get("temperature"), sample.index == self._s.ledger.rules.greedy_index
+            if temperature is None or not (temperature == 0 if greedy else temperature > 0):
+                kind = "the greedy sample of a group" if greedy else "a training rollout"
+                raise WireError("bad_sampling", f"temperature {temperature} in {kind}")
         return sample
 
     def _give_back(self, peer: Peer, fields: Fields, payload: list[bytes], now: float) -> None:

@@ -10,7 +10,7 @@ from broker import parse
 from broker.records import Claim
 from broker.service import Parked, Service
 from broker.status import stats, status, why_not_ready
-from common.errors import FencedError, LedgerError, WireError
+from common.errors import FencedError, LedgerError, NoSignalError, WireError
 from common.failpoints import failpoint
 from common.wire import pack
 
@@ -201,7 +201,8 @@ class LearnerDesk:
         )  # fmt: skip
 
     def _error(self, peer: bytes, id: int, error: Exception) -> None:
-        kind = "fenced" if isinstance(error, FencedError) else "ledger"
+        kinds: dict[type[Exception], str] = {FencedError: "fenced", NoSignalError: "no_signal"}
+        kind = kinds.get(type(error), "ledger")
         self._s.refused[f"learner_{kind}"] += 1
         self._s.log.warning("refused: %s", error)
         self._s.send(peer, "error", id=id, kind=kind, detail=str(error)[:1000])

@@ -19,10 +19,10 @@ import heapq
 from dataclasses import replace
 from typing import Any, Literal
 
-from broker.book import Book
+from broker.book import NO_SIGNAL, Book
 from broker.records import Attempt, Claim, Header, Key, Rules, Snapshot, Step, Validation
 from common import staleness
-from common.errors import FencedError, LedgerError
+from common.errors import FencedError, LedgerError, NoSignalError
 
 Verdict = Literal["stored", "duplicate", "late"]
 
@@ -135,7 +135,7 @@ class Ledger(Book):
         attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         attempt.renewed_at = now
         self._dirty[key] = attempt
-        if header["fault"] is not None and len(attempt.sound) + attempt.missing < min(2, attempt.size):
+        if header["fault"] is not None and self._is_lost(attempt):
             self._drop(attempt, str(header["fault"]), retry=True)
         elif not attempt.missing:
             self._complete(attempt)
@@ -193,6 +193,7 @@ class Ledger(Book):
             self._return_claims(0)
             self.attached = (name, incarnation)
             self.counters.epoch += 1
+            self._num_filtered = 0
             self.counters.epoch_start = self.counters.step
             self._changes.epochs.append((self.counters.epoch, name, incarnation))
         return self.counters.epoch
@@ -213,6 +214,7 @@ class Ledger(Book):
         Raises:
             FencedError: an old epoch.
             LedgerError: not the step that can be claimed next, or not at its version.
+            NoSignalError: dynamic sampling finds almost nothing to train on.
         """
         self.fence(epoch)
         for claim in self.claims:
@@ -224,6 +226,12 @@ class Ledger(Book):
             raise LedgerError(
                 f"claim of step {step} at version {version} refused: the next is step {c.step + 1 + ahead} "
                 f"at version {c.version + ahead}{standing}"
+            )
+        if 0 < self.rules.max_filtered < self._num_filtered and len(self._ready) < num_groups:
+            raise NoSignalError(
+                f"{self._num_filtered} groups in a row had equal rewards only, {len(self._ready)} others are ready: "
+                "the data are too easy or too hard for this model, or the reward function is wrong. Change them, raise "
+                "rollout.n, or see algorithm.filter_groups.max_num_gen_batches"
             )
         ended = self.data_ended and not self.counts["train"]["leased"]
         if len(self._ready) < num_groups and not ended:
@@ -393,11 +401,20 @@ class Ledger(Book):
         self.counters.num_leased_again += 1
         self._move(attempt, "pending")
 
+    def _is_lost(self, attempt: Attempt) -> bool:
+        """Whether its faulty samples leave too few, or not the one that the others are measured against."""
+        greedy = attempt.samples.get(-1 if self.rules.greedy_index is None else self.rules.greedy_index)
+        no_baseline = attempt.lane == "train" and greedy is not None and greedy["fault"] is not None
+        return no_baseline or len(attempt.sound) + attempt.missing < min(2, attempt.size)
+
     def _complete(self, attempt: Attempt) -> None:
         if attempt.lane == "eval":
             self._score(attempt)
         elif self._is_doomed(attempt):
             self._drop(attempt, "stale", retry=True)
+        elif self.rules.filter_groups and len({h["reward"] for h in attempt.sound}) == 1:
+            self._num_filtered += 1
+            self._drop(attempt, NO_SIGNAL, retry=False)
         else:
             self._move(attempt, "ready")
 
@@ -438,6 +455,7 @@ class Ledger(Book):
             self._move(attempt, "claimed")
         claim = Claim(epoch, step, version, self.limit, short, tuple(a.key for a in batch))
         self.claims.append(claim)
+        self._num_filtered = 0
         return claim
 
     def _return_claims(self, first: int) -> None:

@@ -29,6 +29,9 @@ class Rules:
     num_prompts: int | None = None  # prompts in the stream; None: endless
     policy: Literal["drop", "mask", "wait"] = "drop"  # what becomes of groups that grow too old
     wait_s: float = 60.0  # policy `wait`: a batch waits at most so long for them
+    greedy_index: int | None = None  # sample without which a group cannot be trained: the baseline of the others
+    filter_groups: bool = False  # drop groups whose rewards are all equal
+    max_filtered: int = 0  # … and give up after so many in a row without a batch; 0: never
 
 
 @dataclass(slots=True)

@@ -178,7 +178,9 @@ class RolloutCorrection(Section):
 
 class FilterGroups(Section):
     enable: bool = False
-    """Dynamic sampling (DAPO): not there yet, refused."""
+    """Dynamic sampling (DAPO): a group whose rewards are all equal is dropped as it comes, another takes its place."""
+    max_num_gen_batches: NonNegativeInt = 10
+    """The run ends after so many batches' worth of groups dropped so without a batch to train; 0: no limit."""
 
 
 class Algorithm(Section):
@@ -354,6 +356,8 @@ class Weights(Section):
     """Size of one transfer bucket."""
     timeout_s: PositiveFloat = 30.0
     """Longest time one member can hold up a publication; then it is left out."""
+    canary_every: NonNegativeInt = 50
+    """Versions between two proofs that an engine computes what the learner does; 0: at a first load, after faults."""
 
 
 class Ledger(Section):
@@ -405,6 +409,15 @@ class Config(Section):
     @property
     def needs_critic(self) -> bool:
         return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def greedy_index(self) -> int | None:
+        """Which sample of a training group is sampled greedily, as the baseline of `remax`; None: none is."""
+        return self.rollout.n if self.algorithm.adv_estimator == "remax" else None
+
+    @property
+    def samples_per_group(self) -> int:
+        return self.rollout.n + (self.greedy_index is not None)
 
     @property
     def needs_reference(self) -> bool:
@@ -470,14 +483,8 @@ def combination_faults(c: Config) -> list[str]:
         "(or algorithm.allow_single_sample_groups=true)",
     )
     refuse(
-        c.algorithm.filter_groups.enable,
-        "algorithm.filter_groups.enable=true: dynamic sampling needs a ledger that drops groups without signal "
-        "at commit, which is not there yet; set it to false",
-    )
-    refuse(
-        c.algorithm.adv_estimator == "remax",
-        "algorithm.adv_estimator=remax: needs one greedy sample per group, which the ledger cannot lease "
-        "yet; use rloo or grpo",
+        c.algorithm.filter_groups.enable and c.samples_per_group == 1,
+        "algorithm.filter_groups.enable=true: a group of one sample has no signal; set rollout.n ≥ 2, or it to false",
     )
     correction = c.algorithm.rollout_correction
     if correction.rollout_rs is not None:

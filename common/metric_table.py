@@ -121,6 +121,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "weights/publish_s": ("s", "From the start of the latest finished publication until every member held it."),
     "weights/pause_s": ("s", "Longest pause of an engine in the latest finished publication."),
     "weights/bytes": ("bytes", "Bytes of one publication."),
+    "weights/canary_difference": ("nat", "Difference of log-probs between engine and learner in the latest proof."),
     "weights/members": ("1", "Engines connected to the learner."),
     # ---------------------------------------------------------------- time
     "trainer/idle_ratio": ("1", "Share of the step in which the learner waited for its batch."),

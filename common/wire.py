@@ -111,7 +111,10 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
     "beat": {"version": int, "state": str},
     "prepared": {"number": int},
     "staged": {"number": int, "digest": int},
-    "held": {"number": int, "version": int, "pause_s": float},
+    # loaded, and proven if a canary came with `swap`: `difference` of log-probs; -1: nothing was compared
+    "held": {"number": int, "version": int, "pause_s": float, "difference": float},
+    # loaded, but the canary's log-probs are others: the engine now holds nothing, and no sample of it leaves
+    "disproved": {"number": int, "version": int, "difference": float, "reason": str},
     "failed": {"number": int, "reason": str},
     "leave": {},
     # the engine has met a learner with a higher epoch, and takes nothing from this one any more
@@ -123,6 +126,7 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
         "epoch": int, "version": int, "number": int, "rank": int, "world_size": int,
         "store_host": str, "store_port": int, "prefix": str, "timeout_s": float,
     },
+    # payload: the canary, if this load is to be proven
     "swap": {"number": int, "version": int},
     "abort": {"number": int, "reason": str},
     "refused": {"re": str, "reason": str, "detail": str},

@@ -32,6 +32,7 @@ class Batch:
     group_ids: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32
     truncated: Tensor  # [batch] bool: ended by length
+    baselines: Tensor | None = None  # [batch]: score of the greedy sample of the row's group, if it has one (`remax`)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -63,7 +64,9 @@ class Batch:
 
 
 def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu") -> Batch:
-    """Tensors of `samples`, which come group by group."""
+    """Tensors of `samples`, which come group by group. Greedy samples are no rows, but the baselines of theirs."""
+    greedy = {s.group: s.reward for s in samples if s.sampling.get("temperature") == 0}
+    samples = [s for s in samples if s.sampling.get("temperature") != 0]
     prompt_lengths = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
     response_lengths = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
     tokens = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
@@ -91,6 +94,7 @@ def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu")
         group_ids=column([s.group for s in samples], torch.int64),
         temperatures=column([s.sampling.get("temperature", 1.0) for s in samples], torch.float32),
         truncated=column([s.finish_reason == "length" for s in samples], torch.bool),
+        baselines=column([greedy[s.group] for s in samples], torch.float32) if greedy else None,
     )
 
 

@@ -165,6 +165,8 @@ def estimate_advantages(
         return adv.grpo(row_rewards, live, batch.group_ids, norm_by_std=norm_by_std), None
     if name == "gae":
         raw, returns = adv.gae(rewards, values, batch.mask, gamma=algorithm.gamma, lam=algorithm.lam, whiten=False)
+    elif name == "remax":
+        return adv.remax(rewards, batch.baselines, batch.mask), None
     elif name == "reinforce_plus_plus":
         raw, returns = adv.reinforce_plus_plus(rewards, batch.mask, gamma=algorithm.gamma, whiten=False)
     else:

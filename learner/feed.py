@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from common.errors import DeadlineError, FencedError, LedgerError, Stopped
+from common.errors import DeadlineError, FencedError, LedgerError, LeewayError, NoSignalError, Stopped
 from common.sockets import Dealer
 from common.wire import LEARNER_OPS, Sample, decode, decode_sample, encode, unpack
 
@@ -22,7 +22,7 @@ RESEND_S = 2.0  # silence after which a request is sent again
 POLL_S = 0.2  # how soon a stop is seen
 AFTER_STOP_S = 5.0  # time for what belongs to the last step once ``stop`` is set; a claim ends at once
 SAMPLES_PER_FETCH, TOKENS_PER_FETCH = 1024, 1 << 20  # of one request, whichever is reached first
-_CLAIM_ANSWERS = ("claimed", "ended")
+_ERRORS: dict[str, type[LeewayError]] = {"fenced": FencedError, "no_signal": NoSignalError}
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class Feed:
 
 def _checked(op: str, fields: dict[str, Any], payload: list[bytes]) -> tuple[str, dict[str, Any], list[bytes]]:
     if op == "error":
-        raise (FencedError if fields["kind"] == "fenced" else LedgerError)(fields["detail"])
+        raise _ERRORS.get(fields["kind"], LedgerError)(fields["detail"])
     return op, fields, payload
 
 

@@ -13,6 +13,7 @@ from common.metrics import MetricsWriter
 from common.roles import Role
 from learner import ending, resume
 from learner.ahead import Ahead
+from learner.canary import CanaryForward
 from learner.checkpoint import Checkpoints
 from learner.feed import Attached, Feed
 from learner.initial import initial_folder, load_tokenizer, served_folder
@@ -74,6 +75,13 @@ class Session:
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
             started=self.started, ahead=self._ahead(feed, ranks.device) if isinstance(feed, Feed) else None,
         )  # fmt: skip
+        if isinstance(publisher, Publisher):
+            publisher.prove_with(
+                CanaryForward(
+                    self.learner.models.actor.module.lm, dtype=config.model.dtype,
+                    max_tokens=config.max_sequence_tokens - 1, trust_remote_code=config.model.trust_remote_code,
+                )
+            )  # fmt: skip
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached)
@@ -99,9 +107,7 @@ class Session:
         """A record in their place."""
         self._state("reads the record")
         vocabulary = vocab_size(served, trust_remote_code=self.role.config.model.trust_remote_code)
-        feed = open_replay(
-            self.role.config, start=checkpoints.position(), stop=self.role.stop, vocab_size=vocabulary
-        )
+        feed = open_replay(self.role.config, start=checkpoints.position(), stop=self.role.stop, vocab_size=vocabulary)
         self._open.callback(feed.close)
         return feed, feed.attach(), NullPublisher()
 

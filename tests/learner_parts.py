@@ -74,7 +74,7 @@ def make_groups(config: Config, seed: int, *, version: int = 0) -> list[Sample]:
             make_sample(
                 rng, seed * 1000 + g, i, version=version, response_tokens=int(rng.integers(1, 9)), prompt_ids=prompt
             )
-            for i in range(config.rollout.n)
+            for i in range(config.samples_per_group)
         ]
     return samples
 

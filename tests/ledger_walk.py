@@ -22,9 +22,18 @@ RULES = Rules(group_size=N, batch_size=B, max_attempts=3, lease_timeout_s=10.0, 
 
 
 class Walk:
-    def __init__(self, pick: Callable[[int], int], ledger_class, store: Store | None = None, *, limit=1, policy="drop"):
+    def __init__(
+        self,
+        pick: Callable[[int], int],
+        ledger_class,
+        store: Store | None = None,
+        *,
+        limit=1,
+        policy="drop",
+        filter_groups=False,
+    ):
         self.pick, self.ledger_class, self.store = pick, ledger_class, store
-        self.rules = replace(RULES, policy=policy)
+        self.rules = replace(RULES, policy=policy, filter_groups=filter_groups)
         self.ledger = ledger_class(self.rules, limit=limit, snapshot=store.snapshot() if store else None)
         self.now = 0.0
         self.held = dict.fromkeys(GENERATORS, 0)
@@ -83,7 +92,7 @@ class Walk:
             "crc": 0,
             "num_tokens": 1 + self.pick(9),
             "num_live_tokens": 1,
-            "reward": 1.0,
+            "reward": float(self.pick(2)),
             "truncated": False,
             "oldest": oldest,
             "newest": v,
@@ -144,7 +153,7 @@ class Walk:
             missing = [i for i in range(N) if i not in attempt.samples]
             self._deliver(attempt.generator, self._header(attempt, missing[0], fault="reward_error", reward=None))
             num_faulty = sum(h["fault"] is not None for h in attempt.samples.values())
-            assert (attempt.state == "dropped") == (num_faulty > N - 2 or attempt.reason == "stale")
+            assert (attempt.state == "dropped") == (num_faulty > N - 2 or attempt.reason in ("stale", "no_signal"))
 
     def progress(self):
         attempt = self._some_lease()
@@ -209,6 +218,7 @@ class Walk:
         for key in claim.keys:
             sound = self.ledger.live[key].sound
             assert len(sound) >= 2, "trained too small a group"
+            assert len({h["reward"] for h in sound}) == 2 or not self.rules.filter_groups, "trained without signal"
             assert claim.version - self.counts_from(self.ledger.live[key]) <= claim.limit, "trained too old"
             assert key[0] not in self.trained, "trained twice"
         before = self.ledger.counters.version

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.control import Control, start_server
-from common.errors import DeadlineError, FencedError, LedgerError, Stopped
+from common.errors import DeadlineError, FencedError, LedgerError, NoSignalError, Stopped
 from common.processes import child_environment, spawn
 from common.sockets import Dealer
 from common.wire import encode, encode_sample
@@ -327,6 +327,19 @@ def test_validation_on_generators_beside_training(run):
     wait_for(feed.validations, "the result")
     assert feed.validations() == [{"step": 0, "version": 0, "score": 0.25, "num_samples": 5, "num_dropped": 0}]
     assert feed.claim(step=1, version=0, num_groups=B).groups[0].headers[0]["reward"] == 0.25
+
+
+def test_dynamic_sampling_drops_what_has_no_signal_and_says_when_nothing_else_comes(run):
+    run.broker("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=5")
+    mixed = run.generator("generator-a", make=lambda g, a, i, *, version: make_sample(
+        g, a, i, version=version, reward=float(i if g % 3 else 1)))  # fmt: skip
+    feed = run.feed()
+    train(feed, steps=3, generators=[mixed])
+    assert run.query("SELECT COUNT(*) FROM attempts WHERE state = 'trained' AND grp % 3 = 0") == [(0,)]
+    assert run.query("SELECT COUNT(*) > 0 FROM attempts WHERE reason = 'no_signal'") == [(1,)]
+    mixed._make = lambda g, a, i, *, version: make_sample(g, a, i, version=version, reward=0.0)
+    with pytest.raises(NoSignalError, match="groups in a row had equal rewards only"):
+        train(feed, steps=9, first=4, version=3, generators=[mixed])
 
 
 def test_malformed_messages_are_refused_with_a_reason_and_counted(run):

@@ -4,7 +4,7 @@ import pytest
 
 from broker.ledger import Ledger
 from broker.records import Claim, Rules
-from common.errors import FencedError, LedgerError
+from common.errors import FencedError, LedgerError, NoSignalError
 
 B, N = 2, 2
 
@@ -142,6 +142,48 @@ def test_the_claim_gate_does_not_rely_on_the_dropping_of_doomed_groups():
     assert ledger.claim(epoch, 1, 2, B) == "0 of 2 groups are ready and young enough for step 1"
     ledger.counters.version = 1
     assert isinstance(ledger.claim(epoch, 1, 1, B), Claim)
+
+
+def test_groups_without_signal_are_dropped_as_they_come_and_their_place_is_free():
+    ledger = make(filter_groups=True, limit=0)
+    first, second = lease(ledger), lease(ledger)
+    assert lease(ledger) is None
+    finish(ledger, first)  # all rewards are 1
+    assert states(ledger) == {"leased": 1, "dropped": 1} and ledger.drops["no_signal"].count == 1
+    assert ledger.counters.num_exhausted == 0 and lease(ledger).prompt == 2  # not tried again
+    for index in range(N):
+        ledger.commit("g", header(second, index, reward=float(index)), 0.0)
+    assert second.state == "ready"
+
+
+def test_a_run_that_makes_almost_nothing_but_groups_without_signal_stops():
+    ledger = make(filter_groups=True, max_filtered=4)
+    epoch = ledger.attach("learner", "1")
+    for _ in range(4):
+        finish(ledger, lease(ledger))
+    assert isinstance(ledger.claim(epoch, 1, 0, B), str)
+    finish(ledger, lease(ledger))
+    with pytest.raises(NoSignalError, match="5 groups in a row had equal rewards only, 0 others are ready"):
+        ledger.claim(epoch, 1, 0, B)
+    for _ in range(B):
+        attempt = lease(ledger)
+        for index in range(N):
+            ledger.commit("g", header(attempt, index, reward=float(index)), 0.0)
+    assert isinstance(ledger.claim(epoch, 1, 0, B), Claim)  # it has made a batch after all
+    finish(ledger, lease(ledger))
+    assert isinstance(ledger.claim(epoch, 2, 1, B), str)  # counted anew
+
+
+def test_a_group_without_its_greedy_sample_is_dropped():
+    ledger = make(group_size=4, greedy_index=3)
+    lost, kept = lease(ledger), lease(ledger)
+    ledger.commit("g", header(lost, 3, reward=None, fault="reward_timeout"), 0.0)
+    assert ledger.drops["reward_timeout"].count == 1 and (lost.group, 1) in ledger.live
+    for index in (0, 1):
+        ledger.commit("g", header(kept, index, reward=None, fault="reward_timeout"), 0.0)
+    for index in (2, 3):
+        ledger.commit("g", header(kept, index), 0.0)
+    assert kept.state == "ready"  # one sample and its baseline
 
 
 def test_under_mask_a_group_is_as_old_as_its_newest_token():

@@ -16,17 +16,20 @@ from common import staleness
 from tests.ledger_walk import Walk, reachable
 
 
-def walk(seed, *, ops, ledger_class=Ledger, store=None, policy="drop"):
+def walk(seed, *, ops, ledger_class=Ledger, store=None, **rules):
     rng = random.Random(seed)
-    walk = Walk(rng.randrange, ledger_class, store, policy=policy)
+    walk = Walk(rng.randrange, ledger_class, store, **rules)
     for _ in range(ops):
         walk.step()
     return walk
 
 
-@pytest.mark.parametrize(("seed", "policy"), [(0, "drop"), (1, "drop"), (2, "mask"), (3, "wait")])
-def test_seeded_walk_in_memory(seed, policy):
-    reachable(walk(seed, ops=25_000, policy=policy))
+RULES = [{"policy": "drop"}, {"policy": "drop", "filter_groups": True}, {"policy": "mask"}, {"policy": "wait"}]
+
+
+@pytest.mark.parametrize(("seed", "rules"), enumerate(RULES))
+def test_seeded_walk_in_memory(seed, rules):
+    reachable(walk(seed, ops=25_000, **rules))
 
 
 def test_seeded_walk_on_disk_with_crashes(tmp_path):

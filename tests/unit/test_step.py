@@ -191,6 +191,27 @@ def test_the_critic_learns_alone_in_its_warm_up(learner_of: Callable[..., Learne
     assert weights_digest(learner.models.actor.module) != before[0]
 
 
+def test_remax_trains_against_the_greedy_sample(learner_of: Callable[..., Learner]) -> None:
+    config = make_config("algorithm.adv_estimator=remax", "run.max_steps=2")
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+
+    def samples(step: int, version: int) -> list[Sample]:
+        groups = make_groups(config, step, version=version)
+        size = config.samples_per_group
+        return [dataclasses.replace(s, sampling=greedy) if i % size == size - 1 else s for i, s in enumerate(groups)]
+
+    learner = learner_of(config, SimulatedFeed(samples))
+    before = _weights(learner)
+    assert learner.run() == "max_steps reached"
+    rows = config.data.train_batch_size * config.rollout.n
+    assert learner.progress.samples_trained == 2 * rows and _distance(before, _weights(learner)) > 0
+    batch = make_batch(samples(1, 0))
+    assert batch.baselines is not None
+    zeros = torch.zeros_like(batch.behavior_logprobs)
+    targets = _targets(config, samples(1, 0), zeros)
+    assert torch.equal(targets.advantages[:, 0], batch.scores - batch.baselines)
+
+
 # ---------------------------------------------------------------- masks
 def _targets(config: Config, samples: list[Sample], proximal: torch.Tensor) -> estimates.Targets:
     batch = make_batch(samples)
