@@ -224,7 +224,7 @@ class OfflineFeed(RecordedFeed):
             if max(len(s.prompt_ids) for s in samples) <= self._config.data.max_prompt_length:
                 self._held[key] = samples
                 return True
-            reason = "longer than data.max_prompt_length"
+            reason = "prompt_too_long"
         except ReplayError as e:
             reason = "damaged"
             _log.error("%s", e)
@@ -233,12 +233,12 @@ class OfflineFeed(RecordedFeed):
         return False
 
     def _unfit(self, num_samples: int, num_tokens: int) -> str | None:
-        """Why a group of so many samples, the longest of so many tokens, cannot be trained."""
+        """Why a group of so many samples, the longest of so many tokens, cannot be trained: a word to count by."""
         algorithm = self._config.algorithm
         if num_tokens > self._config.data.max_response_length:
-            return "longer than data.max_response_length"
+            return "response_too_long"
         compares = algorithm.adv_estimator in GROUP_ESTIMATORS and not algorithm.allow_single_sample_groups
-        return f"one sample, nothing for {algorithm.adv_estimator} to compare" if compares and num_samples < 2 else None
+        return "single_sample" if compares and num_samples < 2 else None
 
     def fetch(self, claim: Claim) -> list[Sample]:
         """As above; groups are numbered by their place, since two attempts may stand for one prompt."""

@@ -298,7 +298,7 @@ def test_groups_that_do_not_fit_are_left_out_by_name(record: Record, replay: Any
     learner, _ = replay(source, "replay.mode=offline", "trainer.total_epochs=1", "data.max_response_length=7")
     learner.run()
     left_out = learner.stats["dropped"]
-    assert left_out == {"damaged": 1, "longer than data.max_response_length": len(long)} and long
+    assert left_out == {"damaged": 1, "response_too_long": len(long)} and long
     assert learner.progress.step == -(-(20 - len(long)) // 4)  # what is known to be too long takes no place in a batch
     trained = groups - long - {damaged}
     assert learner.progress.samples_trained == 4 * len(trained) - (FAULTY[0] in trained)
@@ -308,7 +308,7 @@ def test_single_samples_have_nothing_to_compare(replay: Any, tmp_path: Path) -> 
     file = made_elsewhere(tmp_path / "a.parquet", 4, group=[0, 0, 1, 2])
     learner, _ = replay(file, "replay.mode=offline", "trainer.total_epochs=1")
     learner.run()
-    assert learner.stats["dropped"] == {"one sample, nothing for grpo to compare": 2}
+    assert learner.stats["dropped"] == {"single_sample": 2}
     alone_too, _ = replay(
         file, "replay.mode=offline", "trainer.total_epochs=1", "algorithm.adv_estimator=reinforce_plus_plus", folder="b"
     )
