@@ -378,6 +378,14 @@ class Ledger(Section):
     """Trained payloads beyond the last checkpoint; above this the broker asks the learner for one."""
 
 
+class Replay(Section):
+    rollouts: str | None = None
+    """Train on recorded rollouts, without broker and generators: a run's folder or ledger, or a parquet file
+    (`docs/replay.md`). `launch.py replay` sets it."""
+    mode: Literal["exact", "offline"] = "exact"
+    """exact: the record's own steps, whose weights must come out to the bit. offline: train on its rollouts."""
+
+
 class Generators(Section):
     count: NonNegativeInt = 2
     """Generators that `launch.py run` and `launch.py generators` start on this host."""
@@ -399,6 +407,7 @@ class Config(Section):
     weights: Weights = Field(default_factory=Weights)
     ledger: Ledger = Field(default_factory=Ledger)
     generators: Generators = Field(default_factory=Generators)
+    replay: Replay = Field(default_factory=Replay)
 
     @property
     def needs_critic(self) -> bool:
@@ -447,8 +456,14 @@ def combination_faults(c: Config) -> list[str]:
         bool(c.model.path) == c.model.toy,
         "model.path: give exactly one of model.path=FOLDER and model.toy=true",
     )
+    no_prompts = not c.data.train_files and not c.data.task
     refuse(
-        bool(c.data.train_files) == bool(c.data.task),
+        no_prompts and c.replay.rollouts is not None and c.model.warmup.steps > 0,
+        f"model.warmup.steps={c.model.warmup.steps}: a supervised start needs data.train_files or data.task; "
+        "give them, or set it to 0",
+    )
+    refuse(
+        bool(c.data.train_files) == bool(c.data.task) and not (no_prompts and c.replay.rollouts),
         "data.train_files: give exactly one of data.train_files and data.task",
     )
     for name, part in (("actor", c.actor), ("critic", c.critic)):

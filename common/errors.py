@@ -13,6 +13,7 @@ LeewayError
 │   └── RequestCancelled  a request was ended early, on demand
 ├── FencedError      this process lost its epoch to a newer one
 ├── CheckpointError  a checkpoint that is missing, damaged or foreign
+├── ReplayError      recorded rollouts that cannot be trained, or not to the recorded weights (exit code 2)
 ├── DeadlineError    a named wait that reached its limit
 └── Stopped          this process was told to stop while it waited (exit code 0)
 
@@ -86,6 +87,10 @@ class FencedError(LeewayError):
 
 class CheckpointError(LeewayError):
     pass
+
+
+class ReplayError(LeewayError):
+    exit_code = 2
 
 
 class DeadlineError(LeewayError):

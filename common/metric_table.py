@@ -19,6 +19,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "training/samples_trained": ("samples", "Samples trained so far."),
     "training/tokens_trained": ("tokens", "Response tokens with loss weight so far."),
     "training/goal_mean": ("1", "Mean of `critic/score/mean` over the last `run.goal_window` steps."),
+    "replay/num_equal_steps": ("steps", "Replayed steps whose weights had the recorded digest (`replay.mode=exact`)."),
     # ---------------------------------------------------------------- scores, advantages
     f"critic/score/{_STATS}": ("1", "Score of the samples as the reward function gave it."),
     f"critic/rewards/{_STATS}": ("1", "Score after overlong penalty and KL in the reward."),

@@ -50,6 +50,8 @@ class Claim:
     limit: int  # staleness limit in force at the claim
     short: bool  # the data ended: fewer groups than asked for
     groups: tuple[Group, ...]  # in order of deadline
+    settings: dict[str, Any] | None = None  # replay: the recorded live settings, in place of those of now
+    skipped: bool = False  # replay: the recorded step was skipped, so there is nothing to train
 
     @property
     def oldest(self) -> int:

@@ -47,8 +47,8 @@ class Learner:
     config: Config
     ranks: Ranks
     models: Models
-    feed: Any  # learner.feed.Feed
-    publisher: Any  # learner.publish.Publisher
+    feed: Any  # learner.feed.Feed, or one of learner.replay
+    publisher: Any  # learner.publish.Publisher, or learner.replay.NullPublisher
     control: Any  # common.control.Control
     checkpoints: Checkpoints
     writer: Any  # common.metrics.MetricsWriter
@@ -93,13 +93,16 @@ class Learner:
         if claim is None:
             return False
         failpoint("learner.after_claim")
+        if claim.skipped:
+            self.progress.count_skipped()
+            return True
         with clock("fetch"):
             batch = self.fetch(claim)
         if not self.is_young(batch, version, claim.limit):
             self.feed.give_back(step=step, reason="stale")
             return True
         self.look_ahead(step + 1)
-        settings, began = live_settings(self.config, self.control), time.time()
+        settings, began = claim.settings or live_settings(self.config, self.control), time.time()
         outcome = self.train(batch, settings, step=step, version=version, limit=claim.limit, clock=clock)
         span = [began, time.time()]
         failpoint("learner.before_ack")

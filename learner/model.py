@@ -119,6 +119,13 @@ def load_actor(folder: str | Path, *, trust_remote_code: bool = False) -> Actor:
     return actor
 
 
+def vocab_size(folder: str | Path, *, trust_remote_code: bool = False) -> int:
+    """Number of token ids of the model in `folder`."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
+
+
 @torch.no_grad()
 def check_head(actor: Actor) -> None:
     """Our hidden states and head give the logits of the model's own forward.

@@ -85,6 +85,8 @@ class SimulatedClaim:
     limit: int
     samples: list[Sample]
     short: bool = False
+    settings: dict[str, float] | None = None
+    skipped: bool = False
 
 
 @dataclass
