@@ -316,7 +316,7 @@ class Trainer(Section):
     save_freq: int = 50
     """Steps between checkpoints; -1: only the first and the last."""
     test_freq: int = -1
-    """Steps between held-out validations on the generators; -1: never."""
+    """Steps between held-out validations on the generators, each with the next publication; -1: never."""
     val_before_train: bool = False
     """Validate version 0 before the first step."""
     resume_mode: ResumeMode = "auto"

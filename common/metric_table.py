@@ -138,7 +138,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/cpu_memory_used_gb": ("GB", "Resident memory of the learner."),
     "perf/max_memory_{allocated,reserved}_gb": ("GB", "Peak GPU memory of the learner."),
     # ---------------------------------------------------------------- validation, warm-up
-    "val-core/<data_source>/reward/mean@1": ("1", "Mean score of the held-out prompts, one greedy sample each."),
+    "val-core/<task>/reward/mean@1": (
+        "1",
+        "Mean score of the held-out prompts, one greedy sample each; the task is `held_out` for data files.",
+    ),
     "val/version": ("versions", "Version that the latest validation was sampled with."),
     "val/step": ("steps", "Step after which it was asked for."),
     "val/num_samples": ("samples", "Held-out samples scored."),
