@@ -69,6 +69,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout_corr/rollout_is_truncated_fraction": ("1", "Share of weights that truncation changed."),
     "rollout_corr/rollout_rs_masked_fraction": ("1", "Share of tokens that rejection masked."),
     "rollout_corr/rollout_rs_seq_masked_fraction": ("1", "Share of rows without a live token after rejection."),
+    "rollout_corr/truncated_sampling": (
+        "1",
+        "1 if `rollout.top_p` or `rollout.top_k` cut the distribution that was sampled: log-probs are those of the "
+        "whole one, so weights and gradients are biased.",
+    ),
     "rollout_corr/kl": ("nats", "Mean of log μ − log π_prox: KL(μ ‖ π_prox)."),
     "rollout_corr/k3_kl": ("nats", "The same by the estimator of less variance."),
     "rollout_corr/{training,rollout}_ppl": ("1", "Perplexity of the responses under π_prox / under μ."),

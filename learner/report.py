@@ -177,6 +177,8 @@ def progress_metrics(p: Progress, config: Config) -> dict[str, float]:
         "training/samples_trained": p.samples_trained,
         "training/tokens_trained": p.tokens_trained,
     }
+    if config.truncates_sampling:
+        values["rollout_corr/truncated_sampling"] = 1
     if (mean := p.goal_mean(config.run.goal_window)) is not None:
         values["training/goal_mean"] = mean
     return values

@@ -274,6 +274,17 @@ def test_no_kl_in_the_first_share_of_steps() -> None:
     assert [estimates.kl_is_on(config, s) for s in (1, 10, 11, 100)] == [False, False, True, True]
 
 
+def test_truncated_sampling_is_reported(learner_of: Callable[..., Learner]) -> None:
+    options = ("rollout.top_p=0.9", "rollout.allow_truncated_sampling=true")
+    lines = []
+    for config in (make_config(), make_config(*options)):
+        learner = learner_of(config)
+        learner.step()
+        lines.append(learner.writer.lines[1])
+    assert [line.get("rollout_corr/truncated_sampling") for line in lines] == [None, 1]
+    assert declared("rollout_corr/truncated_sampling")
+
+
 # ---------------------------------------------------------------- what must not be trained
 def test_a_batch_with_a_token_older_than_the_limit_is_given_back_whole(learner_of: Callable[..., Learner]) -> None:
     config = make_config()
