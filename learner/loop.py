@@ -288,7 +288,7 @@ def train_step(
             config, batch, start, kl_controller=models.kl_controller, step=step, young=batch.young(version, limit)
         )
         metrics |= report.target_metrics(targets, batch.mask)
-        metrics |= report.drift_metrics(batch, start, targets, version=version)
+        metrics |= report.drift_metrics(batch, start, targets, version=version, young=batch.young(version, limit))
         metrics |= report.packing_metrics(batch, micros)
         metrics["actor/kl_coef"] = torch.tensor(kl_coef_of(config, settings, step))
     failpoint("learner.before_update")

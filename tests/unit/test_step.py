@@ -19,7 +19,7 @@ from common.errors import CheckpointError, FencedError, LedgerError, LeewayError
 from common.metrics import MetricsWriter, declared, read_metrics
 from common.summary import Summary
 from common.wire import Sample
-from learner import ending, estimates, resume
+from learner import ending, estimates, report, resume
 from learner.ahead import Ahead, can_be_mended
 from learner.batch import make_batch
 from learner.estimates import StartOfStep, make_kl_controller, make_targets
@@ -283,6 +283,30 @@ def test_truncated_sampling_is_reported(learner_of: Callable[..., Learner]) -> N
         lines.append(learner.writer.lines[1])
     assert [line.get("rollout_corr/truncated_sampling") for line in lines] == [None, 1]
     assert declared("rollout_corr/truncated_sampling")
+
+
+def test_weights_and_entropy_are_reported_over_live_tokens_and_rejection_over_young_ones() -> None:
+    """Four tokens each: a row too old but for one token, one rejected whole, one that stays."""
+    config = make_config(f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2")
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, i, i, version=5, response_tokens=4) for i in range(3)]
+    samples[0] = dataclasses.replace(samples[0], spans=((0, 0, 3), (5, 3, 4)))
+    batch = make_batch(samples)
+    proximal, young = batch.behavior_logprobs.clone(), batch.young(5, 2)
+    proximal[1] += 3
+    start = StartOfStep(proximal, torch.arange(12.0).reshape(3, 4), None, None)
+    targets, _ = make_targets(
+        config, batch, start, kl_controller=make_kl_controller(config), step=1, young=young
+    )  # fmt: skip
+    m = report.numbers(report.drift_metrics(batch, start, targets, version=5, young=young))
+    assert int(targets.live.sum()) == 5
+    assert m["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(4 / 9)
+    assert m["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
+    assert (m["rollout_corr/rollout_is_max"], m["rollout_corr/rollout_is_mean"]) == pytest.approx((1, 1))
+    assert m["actor/entropy"] == pytest.approx((3 + 8 + 9 + 10 + 11) / 5)
+    assert m["rollout_corr/logprob_diff_mean"] == pytest.approx(4 * 3 / 9, rel=1e-5)
+    ages = report.numbers(report.batch_metrics(batch, version=6, limit=2, config=config))
+    assert ages["staleness/group_age_mean"] == 1
 
 
 # ---------------------------------------------------------------- what must not be trained
