@@ -25,6 +25,7 @@ from broker.records import (
     State,
     Validation,
 )
+from common.config import MAX_ATTEMPTS
 
 NO_SIGNAL = "no_signal"  # all rewards of a group are equal: nothing was wrong with it
 Cancel = tuple[str, Key, str]  # (generator, group attempt, reason)
@@ -131,7 +132,8 @@ class Book:
         self._end(attempt, "dropped")
         if attempt.lane == "train":
             self.drops.setdefault(reason, Drops()).add(attempt.num_tokens, attempt.size)
-        if retry and (not counted or attempt.attempt + 1 < self.rules.max_attempts):
+        may = MAX_ATTEMPTS if not counted else self.rules.max_attempts
+        if retry and attempt.attempt + 1 < may:
             self._issue(
                 Attempt(
                     attempt.group,

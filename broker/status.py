@@ -20,6 +20,7 @@ def stats(s: Service) -> dict[str, Any]:
     counts, size = ledger.counts["train"], ledger.rules.group_size
     metrics = {
         "queue/issued": ledger.issued,
+        "training/epoch": -(-ledger.counters.next_prompt // len(s.prompts["train"].rows)),
         "queue/dropped_samples": sum(d.count for d in drops.values()) * size,
         "queue/refused_samples": s.counted["refused"],
         "queue/duplicate_samples": s.counted["duplicate"],

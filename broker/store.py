@@ -31,11 +31,12 @@ from broker.records import (
     Step,
     Validation,
 )
+from common.config import MAX_ATTEMPTS, MAX_GROUP_SAMPLES
 from common.errors import LedgerError
 from common.failpoints import failpoint
 
-_INDEX_BITS, _ATTEMPT_BITS = 16, 12
-MAX_INDEX, MAX_ATTEMPT = (1 << _INDEX_BITS) - 1, (1 << _ATTEMPT_BITS) - 1
+MAX_INDEX, MAX_ATTEMPT = MAX_GROUP_SAMPLES - 1, MAX_ATTEMPTS - 1
+_INDEX_BITS, _ATTEMPT_BITS = MAX_INDEX.bit_length(), MAX_ATTEMPT.bit_length()
 _COUNTERS = [f.name for f in fields(Counters)]
 _HEADER = ("crc", "num_tokens", "num_live_tokens", "reward", "truncated", "oldest", "newest", "fault")
 _HEADER_VALUES = itemgetter(*_HEADER)

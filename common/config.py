@@ -21,6 +21,8 @@ from pydantic import (
 
 from common.thresholds import parse_rejection, parse_threshold
 
+MAX_ATTEMPTS, MAX_GROUP_SAMPLES = 1 << 12, 1 << 16  # what the ledger can number, see broker/store.py
+
 
 def _threshold(value: object) -> object:
     if value is not None:
@@ -293,7 +295,7 @@ class Rollout(Section):
     top_k: int = -1
     """Top-k; above 0 only with `allow_truncated_sampling`."""
     allow_truncated_sampling: bool = False
-    """Accept the bias of top-p/top-k sampling and report it."""
+    """Accept the bias of top-p/top-k sampling; a warning and `rollout_corr/truncated_sampling` report it."""
     max_num_seqs: PositiveInt = 256
     """Requests one engine runs at once; also its credit for leases."""
     tensor_model_parallel_size: PositiveInt = 1
@@ -316,7 +318,7 @@ class Trainer(Section):
     save_freq: int = 50
     """Steps between checkpoints; -1: only the first and the last."""
     test_freq: int = -1
-    """Steps between held-out validations on the generators; -1: never."""
+    """Steps between held-out validations on the generators, each with the next publication; -1: never."""
     val_before_train: bool = False
     """Validate version 0 before the first step."""
     resume_mode: ResumeMode = "auto"
@@ -362,7 +364,7 @@ class Weights(Section):
 
 
 class Ledger(Section):
-    max_attempts: PositiveInt = 3
+    max_attempts: int = Field(3, ge=1, le=MAX_ATTEMPTS)
     """Attempts per prompt before it is dropped."""
     lease_timeout_s: PositiveFloat = 60.0
     """A lease without progress for this long expires."""
@@ -423,6 +425,11 @@ class Config(Section):
         return self.rollout.n + (self.greedy_index is not None)
 
     @property
+    def truncates_sampling(self) -> bool:
+        """Whether samples come from less than the whole distribution, so that gradients are biased."""
+        return self.rollout.top_p < 1 or self.rollout.top_k > 0
+
+    @property
     def needs_reference(self) -> bool:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
@@ -445,9 +452,12 @@ def combination_faults(c: Config) -> list[str]:
         f"weights.publish_every={c.weights.publish_every}: larger than staleness.max + 1 = {c.staleness.max + 1}; "
         "the lease gate would close for ever. Lower weights.publish_every or raise staleness.max",
     )
-    truncated = c.rollout.top_p < 1 or c.rollout.top_k > 0
     refuse(
-        truncated and not c.rollout.allow_truncated_sampling,
+        c.samples_per_group > MAX_GROUP_SAMPLES,
+        f"rollout.n={c.rollout.n}: a group has at most {MAX_GROUP_SAMPLES} samples; lower it",
+    )
+    refuse(
+        c.truncates_sampling and not c.rollout.allow_truncated_sampling,
         f"rollout.top_p={c.rollout.top_p}, rollout.top_k={c.rollout.top_k}: the learner's log-probs "
         "would not be those of the distribution sampled. Use top_p=1, top_k=-1, or accept the bias with "
         "rollout.allow_truncated_sampling=true",

@@ -51,6 +51,11 @@ class Session:
             ConfigError, CheckpointError, Stopped.
         """
         role, config, control = self.role, self.role.config, self.role.control
+        if config.truncates_sampling:
+            role.log.warning(
+                "rollout.top_p=%g, rollout.top_k=%d: samples come from a part of the distribution, log-probs are those "
+                "of the whole; the gradients are biased", config.rollout.top_p, config.rollout.top_k,
+            )  # fmt: skip
         torch.use_deterministic_algorithms(config.trainer.deterministic)
         ranks = join_ranks()
         self._open.callback(leave_ranks)

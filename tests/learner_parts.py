@@ -175,6 +175,9 @@ class SimulatedFeed:
     def validations(self) -> list[dict[str, Any]]:
         return []
 
+    def validations_asked(self) -> list[int]:
+        return []
+
 
 class SimulatedPublisher:
     def __init__(self) -> None:

@@ -85,6 +85,8 @@ def test_every_key_has_a_sentence():
         ("weights.publish_every=4", "weights.publish_every=4: larger than staleness.max + 1 = 3"),
         ("rollout.top_p=0.9", "rollout.top_p=0.9, rollout.top_k=-1: the learner's log-probs"),
         ("rollout.top_k=50", "rollout.top_p=1.0, rollout.top_k=50: the learner's log-probs"),
+        ("rollout.n=70000", "rollout.n=70000: a group has at most 65536 samples"),
+        ("ledger.max_attempts=5000", "command line: ledger.max_attempts=5000: input should be less than or equal to"),
         ("model.path=/x", "model.path: give exactly one of"),
         ("data.train_files=x.jsonl", "data.train_files: give exactly one of"),
         ("actor.ppo_mini_batch_size=48", "actor.ppo_mini_batch_size=48: must divide data.train_batch_size=64"),

@@ -4,6 +4,7 @@ import pytest
 
 from broker.ledger import Ledger
 from broker.records import Claim, Rules
+from common.config import MAX_ATTEMPTS
 from common.errors import FencedError, LedgerError, NoSignalError
 
 B, N = 2, 2
@@ -597,6 +598,14 @@ def test_stop_releases_leases_without_spending_attempts():
     assert ledger.release_leases("shutdown") == 1
     assert states(ledger) == {"dropped": 1, "pending": 1}
     assert lease(ledger).key == (attempt.group, 1)
+
+
+def test_even_attempts_that_do_not_count_end_where_numbers_do():
+    ledger = make(max_attempts=1)
+    for number in range(MAX_ATTEMPTS):
+        assert lease(ledger).key == (0, number)
+        ledger.release_leases("shutdown")
+    assert lease(ledger).key == (1, 0) and ledger.counters.num_exhausted == 1
 
 
 def test_a_checkpoint_is_valid_only_of_an_acknowledged_step():

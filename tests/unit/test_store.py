@@ -11,7 +11,8 @@ import pytest
 from broker.database import PAGE_BYTES
 from broker.ledger import Ledger
 from broker.records import Rules
-from broker.store import NewSample, Store, _payload_id
+from broker.store import MAX_ATTEMPT, MAX_INDEX, NewSample, Store, _payload_id
+from common.config import MAX_ATTEMPTS, MAX_GROUP_SAMPLES
 from common.errors import LedgerError, WireError
 from common.wire import GENERATOR_OPS, decode, decode_sample, encode_sample
 from tests.ledger_walk import comparable
@@ -279,3 +280,11 @@ def test_a_full_disk_ends_the_process_by_name(path):
             book.deliver(book.lease(), num_tokens=5_000)
         book.commit()
     book.store.close()
+
+
+def test_every_sample_that_the_config_allows_has_a_payload_of_its_own():
+    groups, attempts, indices = (0, 1, 2**34), (0, 1, MAX_ATTEMPTS - 1), (0, 1, MAX_GROUP_SAMPLES - 1)
+    corners = [(g, a, i) for g in groups for a in attempts for i in indices]
+    ids = [_payload_id(*key) for key in corners]
+    assert ids == sorted(set(ids)) and ids[-1] < 2**63
+    assert (MAX_ATTEMPT, MAX_INDEX) == (MAX_ATTEMPTS - 1, MAX_GROUP_SAMPLES - 1)
