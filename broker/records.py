@@ -31,6 +31,7 @@ class Rules:
     wait_s: float = 60.0  # policy `wait`: a batch waits at most so long for them
     greedy_index: int | None = None  # sample without which a group cannot be trained: the baseline of the others
     filter_groups: bool = False  # drop groups whose rewards are all equal
+    max_lost: int = 0  # give up after so many attempts in a row that could not be sampled or scored; 0: never
     max_filtered: int = 0  # … and give up after so many in a row without a batch; 0: never
 
 

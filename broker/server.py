@@ -32,6 +32,7 @@ LEDGER = "ledger.sqlite"
 MESSAGES_PER_TURN = 512
 TURN_S = 0.02  # while samples come in, one transaction in so much time, not one for each
 TICK_S = 0.25  # how soon a stop, another limit or another registry entry is seen
+MAX_LOST_BATCHES = 32  # the run ends after so many batches' attempts of which not one could be sampled and scored
 OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
 
 
@@ -130,6 +131,7 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         "train": Prompts(open_rows(config, "train"), config.run.seed, config.data.shuffle, config.trainer.total_epochs),
         "eval": Prompts(open_rows(config, "val"), shuffle=False, epochs=1),
     }
+    in_a_pass = config.ledger.max_attempts * len(prompts["train"].rows)
     rules = Rules(
         group_size=config.samples_per_group,
         batch_size=config.data.train_batch_size,
@@ -141,6 +143,7 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         wait_s=config.staleness.wait_s,
         greedy_index=config.greedy_index,
         filter_groups=config.algorithm.filter_groups.enable,
+        max_lost=min(in_a_pass, MAX_LOST_BATCHES * config.data.train_batch_size),
         max_filtered=config.algorithm.filter_groups.max_num_gen_batches * config.data.train_batch_size,
     )
     store = Store(

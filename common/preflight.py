@@ -56,11 +56,12 @@ def world_faults(config: Config) -> list[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
+    scored = not config.reward.custom_function.path
     for split in ("train", "val"):
         if split == "train" and not config.data.task and not config.data.train_files:
             continue  # already a fault of the config
         try:
-            open_rows(config, "train" if split == "train" else "val")
+            open_rows(config, "train" if split == "train" else "val", scored=scored)
         except ConfigError as e:
             yield from e.faults
 

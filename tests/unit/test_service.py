@@ -382,3 +382,21 @@ def test_no_message_ends_the_broker(broker):
     assert sum(b.service.refused.values()) > 1_000 and len(b.service.refused) > 5
     snapshot = b.service.store.snapshot()
     assert snapshot.counts["train"] == {s: n for s, n in b.service.ledger.counts["train"].items() if n}
+
+
+def test_a_learner_that_waits_for_data_nobody_can_score_is_told_why_and_then_stopped(broker):
+    b = broker(ledger__max_attempts=1)
+    b.hello("a")
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    b.tell(b"learner", "claim", id=90, epoch=epoch, step=1, version=0, num_groups=B)
+    told = []
+    for _ in range(100):
+        for op, f, _payload in b.turn():
+            if op == "lease":
+                b.tell(b"a", "give_back", group=f["group"], attempt=f["attempt"], reason="bad_prompt", retry=False)
+            elif op in ("waiting", "error"):
+                told.append((op, f))
+        b.now += 1.0
+        b.beat("a")
+    assert "dropped most often: bad_prompt" in told[-2][1]["reason"]
+    assert told[-1][0] == "error" and told[-1][1]["kind"] == "no_signal" and "bad_prompt (" in told[-1][1]["detail"]
