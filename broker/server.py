@@ -20,11 +20,13 @@ from broker.prompts import Prompts
 from broker.records import Lane, Rules
 from broker.service import Directory, Service
 from broker.store import Store
-from common.config import Config
+from common.config import HOST_KEYS, Config
 from common.data import as_list, open_rows
-from common.errors import ControlError, WireError
+from common.errors import ConfigError, ControlError, WireError
 from common.failpoints import failpoint
+from common.loading import flat
 from common.logs import LOGGER
+from common.preflight import MAY_CHANGE
 from common.sockets import Router
 from common.wire import GENERATOR_OPS, LEARNER_OPS, decode
 
@@ -116,11 +118,15 @@ class Server:
             s.vocab_size = read_vocab_size(Path(folder))
 
 
-def open_service(config: Config, directory: Directory, run_dir: Path, *, log: Any = None, clock: Any = None) -> Service:
+def open_service(
+    config: Config, directory: Directory, run_dir: Path, *, begun: str = "", log: Any = None, clock: Any = None
+) -> Service:
     """The ledger of a run, opened or restored, and everything around it.
 
+    begun: what the run's registry calls this beginning of the run; a broker that ended comes back to the same.
+
     Raises:
-        ConfigError: bad prompts.
+        ConfigError: bad prompts; a run that was begun before, and ``trainer.resume_mode`` off.
         LedgerError: the ledger is held by another broker, damaged, or of another run.
     """
     import logging
@@ -152,6 +158,11 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         fsync=config.ledger.fsync,
         keep_bytes=config.ledger.keep_bytes,
     )
+    try:
+        _begin(store, config, begun)
+    except ConfigError:
+        store.close()
+        raise
     ledger = Ledger(rules, limit=config.staleness.max, snapshot=store.snapshot(), now=clock())
     return Service(config, ledger, store, prompts, directory, log or logging.getLogger(LOGGER), clock)
 
@@ -181,14 +192,19 @@ def read_vocab_size(folder: Path) -> int | None:
 
 
 def _identity(config: Config, prompts: dict[Lane, Prompts]) -> dict[str, Any]:
-    """What must stay the same for the life of a ledger: which prompt stands at which place."""
-    data = config.data
-    return {
-        "run.id": config.run.id,
-        "run.seed": config.run.seed,
-        "data.task": data.task,
-        "data.train_files": as_list(data.train_files),
-        "data.shuffle": data.shuffle,
+    """What must stay the same for the life of a ledger: the data, and the config but what may change."""
+    same = {k: v for k, v in flat(config).items() if k not in MAY_CHANGE and k not in HOST_KEYS and k != "run.dir"}
+    return same | {
+        "data.train_files": as_list(config.data.train_files),
         "training prompts": len(prompts["train"].rows),
-        "rollout.n": config.rollout.n,
     }
+
+
+def _begin(store: Store, config: Config, begun: str) -> None:
+    """Note this beginning of the run. Raises ConfigError if there was another, and the run is not to be continued."""
+    before = store.get("begun")
+    if before not in (None, begun) and config.trainer.resume_mode == "off":
+        raise ConfigError(
+            f"run.dir={store.path.parent}: already has a run; set trainer.resume_mode=auto or choose another run.dir"
+        )
+    store.put("begun", begun)

@@ -26,7 +26,8 @@ LOCK_FILE = "run.lock"
 MAY_CHANGE = (
     "run.max_steps", "run.goal_score", "run.goal_window", "run.redis_url", "run.stop_timeout_s", "run.start_timeout_s",
     "run.max_restarts", "generators.count", "trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep",
-    "trainer.logger", "trainer.project_name", "trainer.experiment_name", "ledger.fsync", "ledger.keep_bytes",
+    "trainer.logger", "trainer.resume_mode", "trainer.project_name", "trainer.experiment_name",
+    "ledger.fsync", "ledger.keep_bytes",
 )  # fmt: skip
 _RUN_FILES = ("ledger.sqlite", "metrics.jsonl", "checkpoints")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
