@@ -261,3 +261,8 @@ def test_help_lists_each_key_with_its_sentence():
 def test_an_unknown_option_is_refused():
     code, _, errors, _, _ = launch("run", *GOOD, "--fast")
     assert code == 2 and "unrecognized arguments: --fast" in errors
+
+
+def test_an_unwritable_run_directory_is_refused_even_to_root():
+    [fault] = faults("run.dir=/proc/nowhere", check=checked_config)
+    assert fault.startswith("run.dir=/proc/nowhere: cannot write in /proc")
