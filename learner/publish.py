@@ -19,7 +19,7 @@ import torch
 
 from common.canary import Canary
 from common.config import Weights
-from common.errors import DeadlineError, FencedError, WeightError, WireError
+from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
 from common.failpoints import failpoint
 from common.sockets import Router
 from common.transfer import Rendezvous, first_line
@@ -29,6 +29,7 @@ from learner import roster
 from learner.roster import Action, Member, Roster
 
 MAX_BUFFERS = 3  # copies of the weights in host memory; normally one is in use
+SEAL_S = 600.0  # longest time that the digests of a version take
 MAX_WAIT_S = 1.0  # the control thread looks at its clock at least this often
 
 _log = logging.getLogger(__name__)
@@ -128,6 +129,31 @@ class Publisher:
         self._last = version
         self._copy_out_s = time.perf_counter() - start
         threading.Thread(target=self._seal, args=(weights,), name=f"seal-{version}", daemon=True).start()
+
+    def make_canary(self) -> None:
+        """Compute the canary of the last version now; engines need it at their first load anyway.
+
+        Raises:
+            ConfigError: the model cannot be computed with here, so that no load of it could be proven.
+            DeadlineError: the version was not complete in time.
+        """
+        deadline = time.monotonic() + SEAL_S
+        with self._changed:
+            while (weights := self._newest) is None or weights.version < self._last:
+                self._check()
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise DeadlineError(f"the digests of version {self._last}", SEAL_S)
+                self._changed.wait(left)
+            weights.users += 1
+        try:
+            self._make_canary(weights)
+        except Exception as e:
+            raise ConfigError(
+                "model.path: its forward on the CPU, by which engines prove that they have loaded it, fails "
+                f"({type(e).__name__}: {first_line(e)})"
+            ) from e
+        finally:
+            self._release(weights)
 
     def wait_held(self, version: int, *, timeout_s: float, minimum: int = 1) -> list[str]:
         """Wait until all connected engines, and at least ``minimum``, hold ``version`` or a newer one; their names.

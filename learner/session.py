@@ -90,6 +90,7 @@ class Session:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached)
         self.learner.publish(always=True)
+        publisher.make_canary()
         return self.learner
 
     def finish(self, ended: str) -> None:

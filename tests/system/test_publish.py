@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from common.config import Weights
-from common.errors import DeadlineError, FencedError, WeightError
+from common.errors import ConfigError, DeadlineError, FencedError, WeightError
 from learner.publish import Publisher
 
 TIMEOUT_S = 2.0
@@ -302,3 +302,17 @@ def test_the_copy_out_is_all_that_the_caller_waits_for(bench: Bench) -> None:
         publisher.publish(version, weights_of(version))
     assert time.monotonic() - start < 0.5  # one transfer takes a second
     publisher.wait_held(2, timeout_s=10)
+
+
+def test_a_model_whose_canary_cannot_be_computed_is_a_fault_of_the_config(bench: Bench) -> None:
+    publisher, calls = bench.publisher(), []
+
+    def forward(tensors: Any) -> Any:
+        calls.append(dict(tensors).keys())
+        raise NotImplementedError("no such kernel on the CPU")
+
+    publisher.prove_with(forward)
+    publisher.publish(0, weights_of(0))
+    with pytest.raises(ConfigError, match=r"model\.path: its forward on the CPU.*NotImplementedError: no such kernel"):
+        publisher.make_canary()
+    assert calls == [dict(weights_of(0)).keys()]
