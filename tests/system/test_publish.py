@@ -316,3 +316,18 @@ def test_a_model_whose_canary_cannot_be_computed_is_a_fault_of_the_config(bench:
     with pytest.raises(ConfigError, match=r"model\.path: its forward on the CPU.*NotImplementedError: no such kernel"):
         publisher.make_canary()
     assert calls == [dict(weights_of(0)).keys()]
+
+
+def test_slow_engines_give_way_when_their_transfers_hold_all_the_memory(bench: Bench) -> None:
+    publisher = bench.publisher()
+    # Each takes 1.5 s for every bucket, from its first version on, its second one, its third one.
+    slow = [bench.receiver(f"slow{i}", f"staging.bucket:{i * NUM_BUCKETS + 1}:delay=1.5") for i in range(3)]
+    until(lambda: len(publisher.members()) == 3, 5, "the members")
+    for version in range(3):
+        publisher.publish(version, weights_of(version))
+        for receiver in slow[version + 1 :]:
+            receiver.wait_held(version)
+    until(lambda: [m.sending for m in publisher.members() if m.state == "sending"] == [0, 1, 2], 1, "three transfers")
+    publisher.publish(3, weights_of(3))
+    assert bench.wait_note("too slow", 1).startswith("slow0: version 0 not delivered")
+    assert not any("slow2" in note and "too slow" in note for note in bench.notes)
