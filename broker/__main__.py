@@ -8,7 +8,7 @@ from common.roles import Role, end_process, run_role
 
 def main(role: Role) -> None:
     """Until the run is stopped."""
-    service = open_service(role.config, role.control, role.run_dir, log=role.log)
+    service = open_service(role.config, role.control, role.run_dir, begun=role.begun, log=role.log)
     router = open_router(service)
     try:
         counters = service.ledger.counters

@@ -50,6 +50,7 @@ class Book:
         self._leased: dict[str, dict[Key, Attempt]] = {}  # by generator
         self._owed: Counter[str] = Counter()  # samples that are still to come, by generator
         self._ready: dict[Key, Attempt] = {}
+        self._lost: Counter[str] = Counter()  # attempts at fault since a group was complete, by reason
         self._num_filtered = 0  # groups without signal since the last batch was claimed
         self._waits: tuple[int, float] | None = None  # policy `wait`: (step, since when it is held back)
         self._expiries: list[tuple[float, Key]] = []  # heap; a renewed lease is looked at again when its entry is due

@@ -25,7 +25,7 @@ class Database:
         """Opens or creates the file.
 
         Raises:
-            LedgerError: another broker has it; it is damaged; it belongs to other data; it cannot be written.
+            LedgerError: another broker has it; it is damaged; of another config; it cannot be written.
         """
         self._path = path
         self._lock = _lock(path)
@@ -76,10 +76,10 @@ class Database:
             )
         begun: dict[str, Any] = self.get("identity")
         now = json.loads(json.dumps(identity))
-        changed = [f"{k}: {begun.get(k)!r} != {v!r}" for k, v in now.items() if begun.get(k) != v]
+        changed = [f"{k}: {begun[k]!r} != {v!r}" for k, v in now.items() if k in begun and begun[k] != v]
         if changed:
             raise LedgerError(
-                f"{self._path}: the run began with other data ({'; '.join(changed)}); "
+                f"{self._path}: the run began with another config ({'; '.join(changed)}); "
                 "restore these values, or choose another run.dir"
             )
 

@@ -141,6 +141,7 @@ class Ledger(Book):
         if not attempt.missing:
             attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         if header["fault"] is not None and self._is_lost(attempt):
+            self._at_fault(attempt, str(header["fault"]))
             self._drop(attempt, str(header["fault"]), retry=True)
         elif not attempt.missing:
             self._complete(attempt)
@@ -151,6 +152,8 @@ class Ledger(Book):
         attempt = self._leased.get(generator, {}).get(key)
         if attempt is None:
             return False
+        if reason != "shutdown":
+            self._at_fault(attempt, reason)
         if retry:
             self._lose(attempt, reason, tell=False)
         else:
@@ -219,7 +222,7 @@ class Ledger(Book):
         Raises:
             FencedError: an old epoch.
             LedgerError: not the step that can be claimed next, or not at its version.
-            NoSignalError: dynamic sampling finds almost nothing to train on.
+            NoSignalError: nothing comes that could be trained.
         """
         self.fence(epoch)
         for claim in self.claims:
@@ -239,6 +242,13 @@ class Ledger(Book):
                 "rollout.n, or see algorithm.filter_groups.max_num_gen_batches"
             )
         ended = self.data_ended and not self.counts["train"]["leased"]
+        num_lost = self._lost.total()
+        if not self._ready and num_lost and (0 < self.rules.max_lost <= num_lost or (ended and not c.step)):
+            reasons = ", ".join(f"{reason} ({num})" for reason, num in self._lost.most_common(4))
+            raise NoSignalError(
+                f"{num_lost} attempts in a row gave no group that could be trained: {reasons}. The data, the limits "
+                "of data.* or the reward function are wrong; the generators' logs have the details"
+            )
         if len(self._ready) < num_groups and not ended:
             return f"{len(self._ready)} of {num_groups} groups are ready for step {step}"
         young = [
@@ -414,7 +424,14 @@ class Ledger(Book):
         no_baseline = attempt.lane == "train" and greedy is not None and greedy["fault"] is not None
         return no_baseline or len(attempt.sound) + attempt.missing < min(2, attempt.size)
 
+    def _at_fault(self, attempt: Attempt, reason: str) -> None:
+        """Nothing that passes with time: its row, or the scoring of its samples."""
+        if attempt.lane == "train":
+            self._lost[reason] += 1
+
     def _complete(self, attempt: Attempt) -> None:
+        if attempt.lane == "train":
+            self._lost.clear()
         if attempt.lane == "eval":
             self._score(attempt)
         elif self._is_doomed(attempt):

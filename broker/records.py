@@ -32,6 +32,7 @@ class Rules:
     greedy_index: int | None = None  # sample without which a group cannot be trained: the baseline of the others
     untrained_bytes: int = 1 << 62  # at so many bytes of payloads nothing more is leased, if a batch is ready
     filter_groups: bool = False  # drop groups whose rewards are all equal
+    max_lost: int = 0  # give up after so many attempts in a row that could not be sampled or scored; 0: never
     max_filtered: int = 0  # … and give up after so many in a row without a batch; 0: never
 
 

@@ -20,11 +20,13 @@ from broker.prompts import Prompts
 from broker.records import Lane, Rules
 from broker.service import Directory, Service
 from broker.store import Store
-from common.config import Config
+from common.config import HOST_KEYS, Config
 from common.data import as_list, open_rows
-from common.errors import ControlError, WireError
+from common.errors import ConfigError, ControlError, WireError
 from common.failpoints import failpoint
+from common.loading import flat
 from common.logs import LOGGER
+from common.preflight import MAY_CHANGE
 from common.sockets import Router
 from common.wire import GENERATOR_OPS, LEARNER_OPS, decode
 
@@ -32,6 +34,7 @@ LEDGER = "ledger.sqlite"
 MESSAGES_PER_TURN = 512
 TURN_S = 0.02  # while samples come in, one transaction in so much time, not one for each
 TICK_S = 0.25  # how soon a stop, another limit or another registry entry is seen
+MAX_LOST_BATCHES = 32  # the run ends after so many batches' attempts of which not one could be sampled and scored
 OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
 
 
@@ -115,11 +118,15 @@ class Server:
             s.vocab_size = read_vocab_size(Path(folder))
 
 
-def open_service(config: Config, directory: Directory, run_dir: Path, *, log: Any = None, clock: Any = None) -> Service:
+def open_service(
+    config: Config, directory: Directory, run_dir: Path, *, begun: str = "", log: Any = None, clock: Any = None
+) -> Service:
     """The ledger of a run, opened or restored, and everything around it.
 
+    begun: what the run's registry calls this beginning of the run; a broker that ended comes back to the same.
+
     Raises:
-        ConfigError: bad prompts.
+        ConfigError: bad prompts; a run that was begun before, and ``trainer.resume_mode`` off.
         LedgerError: the ledger is held by another broker, damaged, or of another run.
     """
     import logging
@@ -130,6 +137,7 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         "train": Prompts(open_rows(config, "train"), config.run.seed, config.data.shuffle, config.trainer.total_epochs),
         "eval": Prompts(open_rows(config, "val"), shuffle=False, epochs=1),
     }
+    in_a_pass = config.ledger.max_attempts * len(prompts["train"].rows)
     rules = Rules(
         group_size=config.samples_per_group,
         batch_size=config.data.train_batch_size,
@@ -142,6 +150,7 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         greedy_index=config.greedy_index,
         untrained_bytes=config.ledger.untrained_bytes,
         filter_groups=config.algorithm.filter_groups.enable,
+        max_lost=min(in_a_pass, MAX_LOST_BATCHES * config.data.train_batch_size),
         max_filtered=config.algorithm.filter_groups.max_num_gen_batches * config.data.train_batch_size,
     )
     store = Store(
@@ -150,6 +159,11 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         fsync=config.ledger.fsync,
         keep_bytes=config.ledger.keep_bytes,
     )
+    try:
+        _begin(store, config, begun)
+    except ConfigError:
+        store.close()
+        raise
     ledger = Ledger(rules, limit=config.staleness.max, snapshot=store.snapshot(), now=clock())
     return Service(config, ledger, store, prompts, directory, log or logging.getLogger(LOGGER), clock)
 
@@ -179,14 +193,19 @@ def read_vocab_size(folder: Path) -> int | None:
 
 
 def _identity(config: Config, prompts: dict[Lane, Prompts]) -> dict[str, Any]:
-    """What must stay the same for the life of a ledger: which prompt stands at which place."""
-    data = config.data
-    return {
-        "run.id": config.run.id,
-        "run.seed": config.run.seed,
-        "data.task": data.task,
-        "data.train_files": as_list(data.train_files),
-        "data.shuffle": data.shuffle,
+    """What must stay the same for the life of a ledger: the data, and the config but what may change."""
+    same = {k: v for k, v in flat(config).items() if k not in MAY_CHANGE and k not in HOST_KEYS and k != "run.dir"}
+    return same | {
+        "data.train_files": as_list(config.data.train_files),
         "training prompts": len(prompts["train"].rows),
-        "rollout.n": config.rollout.n,
     }
+
+
+def _begin(store: Store, config: Config, begun: str) -> None:
+    """Note this beginning of the run. Raises ConfigError if there was another, and the run is not to be continued."""
+    before = store.get("begun")
+    if before not in (None, begun) and config.trainer.resume_mode == "off":
+        raise ConfigError(
+            f"run.dir={store.path.parent}: already has a run; set trainer.resume_mode=auto or choose another run.dir"
+        )
+    store.put("begun", begun)

@@ -92,6 +92,11 @@ def waits(s: Service) -> list[str]:
 
 def why_not_ready(s: Service, reason: str) -> str:
     """``reason`` (so many groups are ready) and what is missing for more, by name."""
+    drops = max(s.ledger.drops.items(), key=lambda d: d[1].count, default=None)
+    return _missing(s, reason) + (f"; dropped most often: {drops[0]} ({drops[1].count} groups)" if drops else "")
+
+
+def _missing(s: Service, reason: str) -> str:
     counts = s.ledger.counts["train"]
     if not len(s.peers):
         return f"{reason}; no generator is connected"

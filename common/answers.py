@@ -12,6 +12,8 @@ from collections import deque
 from fractions import Fraction
 from typing import Any, Literal
 
+from common.tasks import TASKS
+
 MAX_NUMBER_CHARS = 400  # longer digit strings are no answer to anything
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # A minus is a sign only where no operand stands before it: `10-15` is no negative number.
@@ -188,6 +190,17 @@ def reference_fault(data_source: str, ground_truth: Any) -> str | None:
     if kind == "expression" and reference_expression(text) is None:
         return f"no answer in the reference {text[:80]!r}; write the bare answer or box it"
     return None
+
+
+def scoring_fault(data_source: str, ground_truth: Any) -> tuple[str, str] | None:
+    """``(short reason, sentence)`` if no built-in reward could score a response to such a row."""
+    if data_source not in TASKS and answer_kind(data_source) is None:
+        return "unknown_data_source", (
+            f"data_source={data_source!r} has no built-in reward (there are {', '.join(sorted([*TASKS, *SOURCES]))}); "
+            "give reward.custom_function.path"
+        )
+    fault = reference_fault(data_source, ground_truth)
+    return ("bad_reference", fault) if fault else None
 
 
 def _boxed_number(text: str) -> Fraction | None:

@@ -322,7 +322,8 @@ class Trainer(Section):
     val_before_train: bool = False
     """Validate version 0 before the first step."""
     resume_mode: ResumeMode = "auto"
-    """auto: a run directory that has a run of this config is continued; off: it is refused."""
+    """auto: a run directory that has a run of this config is continued; off: it is refused, unless that run is still
+    in its Redis (one of its processes was started again)."""
     max_ckpt_to_keep: PositiveInt = 2
     """Checkpoints kept (the newest valid one always)."""
     max_nonfinite_steps: PositiveInt = 3

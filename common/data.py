@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.answers import scoring_fault
 from common.config import Config
 from common.errors import ConfigError, WireError
 from common.tasks import Row, Split, Task, get_task
@@ -33,8 +34,10 @@ class Rows(Protocol):
     def __getitem__(self, i: int) -> Row: ...
 
 
-def open_rows(config: Config, split: Split) -> Rows:
+def open_rows(config: Config, split: Split, *, scored: bool = False) -> Rows:
     """The rows of a split as the config names them; no held-out data is an empty list.
+
+    scored: a row that no built-in reward can score is at fault too.
 
     Raises:
         ConfigError: unknown task; unreadable file; each bad row as ``file:line: what; remedy``.
@@ -44,7 +47,7 @@ def open_rows(config: Config, split: Split) -> Rows:
         size = None if split == "train" else data.val_size
         return TaskRows(get_task(data.task), split, config.run.seed, size)
     files = as_list(data.train_files if split == "train" else data.val_files)
-    rows = open_files(files)
+    rows = open_files(files, _scored_row_fault if scored else row_fault)
     return Head(rows, data.val_size) if split == "val" else rows
 
 
@@ -52,8 +55,8 @@ def as_list(files: list[str] | str | None) -> list[str]:
     return [files] if isinstance(files, str) else list(files or [])
 
 
-def open_files(paths: list[str]) -> Rows:
-    """Read and check all files.
+def open_files(paths: list[str], fault_of: Callable[[Any], str | None] | None = None) -> Rows:
+    """Read and check all files, row by row with ``fault_of`` (default: ``row_fault``).
 
     Raises:
         ConfigError: every fault of every file (of a great many, the first and their number).
@@ -63,7 +66,7 @@ def open_files(paths: list[str]) -> Rows:
     for path in paths:
         before = len(faults)
         try:
-            part = _open_file(path, faults)
+            part = _open_file(path, faults, fault_of or row_fault)
         except OSError as e:
             faults.append(f"{path}: cannot be read ({e.strerror or e}); check data.train_files and data.val_files")
             continue
@@ -93,6 +96,15 @@ def row_fault(row: Any) -> str | None:
     if not isinstance(row.get("extra_info", {}), dict | None):
         return "extra_info is not an object; remove it or make it one"
     return _transport_fault(row)
+
+
+def _scored_row_fault(row: Any) -> str | None:
+    """``row_fault``, or why no built-in reward can score the row."""
+    fault = row_fault(row)
+    if fault:
+        return fault
+    unscored = scoring_fault(row["data_source"], row["reward_model"]["ground_truth"])
+    return unscored[1] if unscored else None
 
 
 def _prompt_fault(prompt: Any) -> str | None:
@@ -164,14 +176,14 @@ class Chain:
 class JsonLines:
     """A JSONL file, of which only the places of its rows are kept in memory."""
 
-    def __init__(self, path: str, faults: list[str]) -> None:
+    def __init__(self, path: str, faults: list[str], fault_of: Callable[[Any], str | None]) -> None:
         self._path = path
         self._places = array("Q")
         place = 0
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    fault = _line_fault(line)
+                    fault = _line_fault(line, fault_of)
                     if fault:
                         faults.append(f"{path}:{number}: {fault}")
                     self._places.append(place)
@@ -186,9 +198,9 @@ class JsonLines:
             return json.loads(file.readline())  # type: ignore[no-any-return]
 
 
-def _line_fault(line: bytes) -> str | None:
+def _line_fault(line: bytes, fault_of: Callable[[Any], str | None]) -> str | None:
     try:
-        return row_fault(json.loads(line))
+        return fault_of(json.loads(line))
     except (ValueError, RecursionError) as e:
         return f"not valid JSON ({e}); write one JSON object per line"
 
@@ -196,7 +208,7 @@ def _line_fault(line: bytes) -> str | None:
 class Parquet:
     """A parquet file, kept as Arrow columns."""
 
-    def __init__(self, path: str, faults: list[str]) -> None:
+    def __init__(self, path: str, faults: list[str], fault_of: Callable[[Any], str | None]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -207,7 +219,7 @@ class Parquet:
             self._table = pa.table({"nothing": pa.array([], pa.int64())})
             return
         for number, row in enumerate(self._iterate(), start=1):
-            fault = row_fault(row)
+            fault = fault_of(row)
             if fault:
                 faults.append(f"{path}:{number}: {fault}")
 
@@ -222,6 +234,6 @@ class Parquet:
         return self._table.slice(i, 1).to_pylist()[0]  # type: ignore[no-any-return]
 
 
-def _open_file(path: str, faults: list[str]) -> Rows:
+def _open_file(path: str, faults: list[str], fault_of: Callable[[Any], str | None]) -> Rows:
     kind = Path(path).suffix.lower()
-    return JsonLines(path, faults) if kind in (".jsonl", ".json", ".ndjson") else Parquet(path, faults)
+    return (JsonLines if kind in (".jsonl", ".json", ".ndjson") else Parquet)(path, faults, fault_of)

@@ -4,7 +4,7 @@ LeewayError
 ├── ConfigError      a bad configuration or input, found before work starts (exit code 2)
 ├── WireError        a message that breaks the schema or its limits
 ├── LedgerError      a request the ledger refuses; a damaged ledger
-│   └── NoSignalError  dynamic sampling finds almost nothing to train on (exit code 2)
+│   └── NoSignalError  nothing comes that could be trained: data, model or reward are wrong (exit code 2)
 ├── ControlError     Redis: unreachable, refused, or in contradiction with this process
 ├── WeightError      a publication that failed, was torn, or was refused
 │   ├── PeerError    … because of one peer, which it names

@@ -106,9 +106,14 @@ def config_paths() -> dict[str, tuple[Any, Any, str]]:
     return dict(_model_leaves(Config))
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """Leaf keys, with their values as in JSON."""
+    return dict(_leaves(config.model_dump(mode="json")))
+
+
 def differences(a: Config, b: Config) -> list[str]:
     """Leaf keys in which two configs differ, as ``key: a != b``."""
-    la, lb = dict(_leaves(a.model_dump(mode="json"))), dict(_leaves(b.model_dump(mode="json")))
+    la, lb = flat(a), flat(b)
     return [f"{k}: {la.get(k)!r} != {lb.get(k)!r}" for k in sorted(la.keys() | lb.keys()) if la.get(k) != lb.get(k)]
 
 

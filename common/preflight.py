@@ -30,8 +30,8 @@ LOCK_FILE = "run.lock"
 MAY_CHANGE = (
     "run.max_steps", "run.goal_score", "run.goal_window", "run.redis_url", "run.stop_timeout_s", "run.start_timeout_s",
     "run.max_restarts", "generators.count", "trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep",
-    "trainer.logger", "trainer.project_name", "trainer.experiment_name", "ledger.fsync", "ledger.keep_bytes",
-    "ledger.redo_bytes", "ledger.untrained_bytes",
+    "trainer.logger", "trainer.resume_mode", "trainer.project_name", "trainer.experiment_name",
+    "ledger.fsync", "ledger.keep_bytes", "ledger.redo_bytes", "ledger.untrained_bytes",
 )  # fmt: skip
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
 REPLAY_MATTERS = (
@@ -69,11 +69,12 @@ def world_faults(config: Config) -> list[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
+    scored = not config.reward.custom_function.path
     for split in ("train", "val"):
         if split == "train" and not config.data.task and not config.data.train_files:
             continue  # already a fault of the config
         try:
-            open_rows(config, "train" if split == "train" else "val")
+            open_rows(config, "train" if split == "train" else "val", scored=scored)
         except ConfigError as e:
             yield from e.faults
 

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -46,6 +47,7 @@ class Role:
     run_dir: Path
     stop: threading.Event  # set by SIGTERM, SIGINT, or the desired state `stopped`
     log: logging.Logger
+    begun: str = ""  # what the run's registry calls this beginning of the run
 
 
 def start_role(role: RoleName, argv: list[str], *, name: str | None = None) -> Role:
@@ -68,7 +70,7 @@ def start_role(role: RoleName, argv: list[str], *, name: str | None = None) -> R
     given, host_values = _given_config(files, overrides, run_id)
     control = Control(url, run_id, deadline_s=CONNECT_S, stop=stop)
     try:
-        config = _agree(control, role, given, host_values, stop)
+        config, begun = _agree(control, role, given, host_values, stop)
         run_dir = Path(config.run.dir or f"runs/{run_id}")
         log = logs.set_up(name, run_dir / "logs")
         _refuse_a_stopping_run(control, name)
@@ -76,7 +78,7 @@ def start_role(role: RoleName, argv: list[str], *, name: str | None = None) -> R
         control.close()
         raise
     _stop_when_desired(control, role, stop, config.run.stop_timeout_s)
-    return Role(name=name, config=config, control=control, run_dir=run_dir, stop=stop, log=log)
+    return Role(name=name, config=config, control=control, run_dir=run_dir, stop=stop, log=log, begun=begun)
 
 
 def run_role(
@@ -175,11 +177,10 @@ def _given_config(files: list[str], overrides: list[str], run_id: str) -> tuple[
 
 def _agree(
     control: Control, role: str, given: Config | None, host_values: dict[str, str], stop: threading.Event
-) -> Config:
-    """The run's config with this host's own values in it."""
+) -> tuple[Config, str]:
+    """The run's config with this host's own values in it, and what its registry calls this beginning."""
     if given is not None:
-        store_config(control, given)
-        return given
+        return given, store_config(control, given)
     deadline_s = Config().run.start_timeout_s
     text = control.wait_for_config(deadline_s=deadline_s, stop=stop)
     config, needs_reward_file = read_config(text)
@@ -189,11 +190,12 @@ def _agree(
             "give reward.custom_function.path=FILE on this host's command line"
         )
     overrides = [f"{k}={v}" for k, v in host_values.items()]
-    return load_config([], [*_as_overrides(config), *overrides]) if overrides else config
+    config = load_config([], [*_as_overrides(config), *overrides]) if overrides else config
+    return config, _begun(text)
 
 
-def store_config(control: Control, config: Config) -> None:
-    """Make ``config`` the run's, or check that the run's is the same.
+def store_config(control: Control, config: Config) -> str:
+    """Make ``config`` the run's, or check that the run's is the same; what the registry calls this beginning.
 
     Raises:
         ConfigError: with the differences.
@@ -205,6 +207,7 @@ def store_config(control: Control, config: Config) -> None:
         raise ConfigError(
             [f"run {control.run_id} at {control.address} already has another config (here != there):", *faults]
         )
+    return _begun(standing)
 
 
 def read_config(text: str) -> tuple[Config, bool]:
@@ -216,13 +219,18 @@ def read_config(text: str) -> tuple[Config, bool]:
         raise ControlError(f"the config in Redis cannot be read ({e}); run the same Leeway everywhere") from e
 
 
+def _begun(text: str) -> str:
+    return str(json.loads(text).get("begun", ""))
+
+
 def _shared_text(config: Config) -> str:
     tree = config.model_dump(mode="json")
     needs_reward_file = bool(tree["reward"]["custom_function"]["path"])
     tree["reward"]["custom_function"]["path"] = None
     tree["model"]["trust_remote_code"] = False
     tree["run"]["redis_url"] = None
-    return json.dumps({"config": tree, "needs_reward_file": needs_reward_file}, indent=1)
+    begun = secrets.token_hex(8)
+    return json.dumps({"config": tree, "needs_reward_file": needs_reward_file, "begun": begun}, indent=1)
 
 
 def _as_overrides(config: Config) -> list[str]:

@@ -17,10 +17,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.canary import Canary
 from common.config import Config
@@ -28,9 +28,11 @@ from common.errors import DisprovedError, EngineError, RequestCancelled
 from common.sockets import Mailbox
 from generators.member import Swapped
 
+T = TypeVar("T")
 BACKEND = "leeway"  # name of our weight-transfer backend inside the worker
 PROGRESS_TOKENS = 32  # vLLM reports a running request every so many tokens
 SHUTDOWN_S = 1.0
+PATIENCE = 4  # a child that answers a call not within so many times `weights.timeout_s` hangs, and counts as dead
 
 # Read by vLLM, torch and Hugging Face when they are imported, or at each use.
 _ENVIRONMENT = {
@@ -65,6 +67,7 @@ class Engine:
         self._llm = llm
         self._folder = folder
         self._recompute_kv = config.rollout.recompute_kv
+        self._patience_s = PATIENCE * config.weights.timeout_s
         self._closed = False
         self._died = False
         self._running: dict[str, str] = {}  # request -> vLLM's id of it
@@ -230,9 +233,19 @@ class Engine:
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of ``WorkerExtension`` in each worker; one result per worker."""
         try:
-            return list(await self._llm.collective_rpc(method, kwargs=kwargs))
+            return list(await self._answer(method, self._llm.collective_rpc(method, kwargs=kwargs)))
+        except EngineError:
+            raise
         except Exception as e:
             raise EngineError(f"{method}: {type(e).__name__}: {e}") from e
+
+    async def _answer(self, what: str, call: Awaitable[T]) -> T:
+        """The child's answer to a call. One that does not come in time ends the engine: a frozen child looks alive."""
+        try:
+            return await asyncio.wait_for(call, self._patience_s)
+        except TimeoutError:
+            self._died = True
+            raise EngineError(f"{what}: the engine has not answered for {self._patience_s:g} s; it hangs") from None
 
     async def prompt_logprobs(self, ids: tuple[int, ...]) -> list[float]:
         """[ids - 1]: log-probs of the tokens from the second on; goes before all that wait for their turn."""
@@ -263,10 +276,10 @@ class Engine:
             timeout_s: longest wait for the canary's log-probs.
 
         Raises:
-            DisprovedError: the log-probs are not the canary's. The engine then holds version -1;
-                running requests begin anew once a load is proven.
+            DisprovedError: the log-probs are not the canary's, or there are none. The engine then holds
+                version -1; running requests begin anew once a load is proven.
             EngineError: nothing complete of that version is staged (the old weights stay), or the
-                load failed half way (the engine is then closed: its weights are not known).
+                load failed half way, or hangs (the engine is then closed: its weights are not known).
         """
         if version <= self.version:
             raise EngineError(f"version {version} is not above {self.version}, which this engine holds")
@@ -277,16 +290,16 @@ class Engine:
             self._trusted.clear()
         try:
             # AsyncLLM.pause_generation does this and then sleeps for 20 ms.
-            await core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
+            await self._answer("pause", core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv))
             answers = await self.rpc("load_staged", version=version)
             refusals = [a for a in answers if a is not None]
             if not refusals:
-                await core.set_weight_version_async(str(version))
+                await self._answer("set_weight_version", core.set_weight_version_async(str(version)))
                 if canary is None:
                     self.version = version
             elif len(refusals) < len(answers):
                 raise EngineError(f"only some workers loaded version {version}: {refusals[0]}")
-            await core.resume_scheduler_async()
+            await self._answer("resume", core.resume_scheduler_async())
         except BaseException:
             await asyncio.shield(self.close())
             raise
@@ -310,11 +323,13 @@ class Engine:
             except TimeoutError:
                 raise DisprovedError(float("inf"), f"canary: no log-probs within {timeout_s:g} s") from None
             return canary.check(measured)
-        except DisprovedError:
+        except Exception as e:  # whatever it is: what is not proven is not sampled with
             self.version = -1
             self._num_disproofs += 1
-            await self._llm.abort(list(self._running.values()))
-            raise
+            await self._answer("abort", self._llm.abort(list(self._running.values())))
+            if isinstance(e, DisprovedError):
+                raise
+            raise DisprovedError(float("inf"), f"canary: no log-probs ({type(e).__name__}: {e})") from e
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.config import Config
-from common.errors import RequestCancelled, WireError
+from common.errors import EngineError, RequestCancelled, WireError
 from common.failpoints import failpoint
 from common.wire import encode, unpack
 from generators.activity import Activity
@@ -70,6 +70,7 @@ class Generator:
         self._state: tuple[str, int] = ("", -1)
         self._waits_since, self._wait_logged = time.monotonic(), False
         self._stopping = False
+        self._tokens_seen, self._looked_at, self._still_s = 0, time.monotonic(), 0.0
         self.link = BrokerLink(
             run_id=run_id, name=name, incarnation=incarnation, version=lambda: engine.version,
             lookup_address=lookup_broker, on_message=self._on_message, on_welcome=self._on_welcome,
@@ -202,8 +203,25 @@ class Generator:
             self._beat.clear()
             self._send_heartbeat()
             self._say_state()
+            self._look_at_engine(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._beat.wait(), self.config.rollout.heartbeat_s)
+
+    def _look_at_engine(self, now: float) -> None:
+        """An engine whose requests make no token is frozen: end with it, else it uses up one lease after the other."""
+        # This process may have been stopped itself: a beat is a beat, however late.
+        elapsed, self._looked_at = min(now - self._looked_at, 2 * self.config.rollout.heartbeat_s), now
+        if self.activity.tokens != self._tokens_seen:
+            self._tokens_seen, self._still_s = self.activity.tokens, 0.0
+        elif self.activity.running and self.engine.version >= 0:
+            self._still_s += elapsed
+        if self._still_s >= self.config.ledger.lease_timeout_s and not self._failed.done():
+            self._failed.set_exception(
+                EngineError(
+                    f"the engine made no token for {self._still_s:.0f} s, with {self.activity.running} requests "
+                    "running; it hangs (if it is only slow, raise ledger.lease_timeout_s)"
+                )
+            )
 
     def _send_heartbeat(self) -> None:
         if not self.link.is_up:

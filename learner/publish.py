@@ -19,7 +19,7 @@ import torch
 
 from common.canary import Canary
 from common.config import Weights
-from common.errors import DeadlineError, FencedError, WeightError, WireError
+from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
 from common.failpoints import failpoint
 from common.snapshot import SnapshotTransport
 from common.sockets import Router
@@ -30,6 +30,8 @@ from learner import roster
 from learner.roster import Action, Member, Roster
 
 MAX_BUFFERS = 3  # copies of the weights in host memory; normally one is in use
+GIVE_WAY = 3  # a transfer that was ended frees its memory within so many times the timeout
+SEAL_S = 600.0  # longest time that the digests of a version take
 MAX_WAIT_S = 1.0  # the control thread looks at its clock at least this often
 
 _log = logging.getLogger(__name__)
@@ -123,7 +125,7 @@ class Publisher:
         Raises:
             WeightError: the version is not above the last one; a tensor that does not travel.
             FencedError: an engine has met a learner with a higher epoch.
-            DeadlineError: all buffers are held by transfers for longer than ``weights.timeout_s``.
+            DeadlineError: all buffers are held by transfers that do not end when they are told to.
         """
         start = time.perf_counter()
         with self._lock:
@@ -137,6 +139,31 @@ class Publisher:
         self._last = version
         self._copy_out_s = time.perf_counter() - start
         threading.Thread(target=self._seal, args=(weights,), name=f"seal-{version}", daemon=True).start()
+
+    def make_canary(self) -> None:
+        """Compute the canary of the last version now; engines need it at their first load anyway.
+
+        Raises:
+            ConfigError: the model cannot be computed with here, so that no load of it could be proven.
+            DeadlineError: the version was not complete in time.
+        """
+        deadline = time.monotonic() + SEAL_S
+        with self._changed:
+            while (weights := self._newest) is None or weights.version < self._last:
+                self._check()
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise DeadlineError(f"the digests of version {self._last}", SEAL_S)
+                self._changed.wait(left)
+            weights.users += 1
+        try:
+            self._make_canary(weights)
+        except Exception as e:
+            raise ConfigError(
+                "model.path: its forward on the CPU, by which engines prove that they have loaded it, fails "
+                f"({type(e).__name__}: {first_line(e)})"
+            ) from e
+        finally:
+            self._release(weights)
 
     def wait_held(self, version: int, *, timeout_s: float, minimum: int = 1) -> list[str]:
         """Wait until all connected engines, and at least ``minimum``, hold ``version`` or a newer one; their names.
@@ -190,8 +217,10 @@ class Publisher:
 
     # ------------------------------------------------------------ versions in memory
     def _free_buffer(self) -> HostBuffer:
-        """One that nobody reads: the newest version's own if all engines have it, else a spare one."""
-        deadline = time.monotonic() + self._config.timeout_s
+        """One that nobody reads: the newest version's own if all engines have it, else a spare one, else that of the
+        slowest engines' transfers, which end."""
+        patience_s = GIVE_WAY * self._config.timeout_s
+        deadline = time.monotonic() + patience_s
         while True:
             newest = self._newest
             if self._buffers:
@@ -206,9 +235,15 @@ class Publisher:
             left = deadline - time.monotonic()
             if left <= 0:
                 names = ", ".join(m.name for m in self._roster.members.values() if m.state in roster.TRANSFER_STATES)
-                raise DeadlineError(f"a free copy of the weights; transfers run to {names}", self._config.timeout_s)
+                raise DeadlineError(f"a free copy of the weights; transfers run to {names}", patience_s)
+            self._post(self._make_room)
             self._changed.wait(left)
             self._check()
+
+    def _make_room(self, now: float) -> list[Action]:
+        """If each buffer is held by a transfer, end those of one; else one is about to be free."""
+        held = {id(t.weights) for t in self._transfers.values()}
+        return self._roster.make_room(now) if len(held) >= MAX_BUFFERS and not self._buffers else []
 
     def _seal(self, weights: _Version) -> None:
         """Digests; then the version may be sent."""

@@ -17,6 +17,7 @@ from typing import Any
 REST_S = 0.25  # after a failure a member rests this long, doubled each time, at most the timeout
 MAX_GROUP_FAILURES = 3  # who failed so often in a row by the usual transport gets snapshots until it joins anew
 MAX_DISPROOFS = 3  # an engine that computes something else after so many loads is sent away
+MAX_SENDING = 10  # a whole transfer may take so many times the timeout, which is the limit of each bucket
 TRANSFER_STATES = ("preparing", "sending", "swapping")
 
 
@@ -174,7 +175,7 @@ class Roster:
     def _prepared(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
         if not self._is_at(m, fields, "preparing"):
             return []
-        m.state, m.deadline = "sending", float("inf")  # each bucket has its own limit
+        m.state, m.deadline = "sending", now + self.timeout_s * MAX_SENDING
         return [Start(m.number, m.name, m.sending, m.num_workers, m.prove)]
 
     def _staged(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
@@ -243,8 +244,15 @@ class Roster:
         """All buckets are on their way; the engine must have them staged soon."""
         for m in self.members.values():
             if m.number == number and m.state == "sending":
-                m.deadline = now + self.timeout_s
+                m.deadline = min(m.deadline, now + self.timeout_s)
         return []
+
+    def make_room(self, now: float) -> list[Action]:
+        """Memory is needed for a newer version: end the transfers of the oldest one that is still being sent."""
+        holding = [m for m in self.members.values() if m.state in ("preparing", "sending") and m.sending < self.version]
+        oldest = min((m.sending for m in holding), default=-1)
+        slow = [m for m in holding if m.sending == oldest]
+        return [a for m in slow for a in self._fail(m, f"too slow, after {now - m.started:.1f} s newer ones wait", now)]
 
     def torn(self, number: int, reason: str, now: float) -> list[Action]:
         """The group broke or timed out."""
@@ -272,7 +280,7 @@ class Roster:
                 actions += [*self._give_up(m, "it fell silent", now), Note(f"{m.name}: {what}", fault=True)]
             elif m.state in TRANSFER_STATES and now >= m.deadline:
                 waited = {"preparing": "PREPARED", "sending": "STAGED", "swapping": "HELD"}[m.state]
-                actions += self._fail(m, f"no {waited} within {self.timeout_s:g} s", now)
+                actions += self._fail(m, f"no {waited} within {now - m.started:.3g} s", now)
         return [*actions, *self.advance(now)]
 
     def next_due(self) -> float:

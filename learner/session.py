@@ -91,6 +91,8 @@ class Session:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached)
         self.learner.publish(always=True)
+        if isinstance(publisher, Publisher):
+            publisher.make_canary()
         return self.learner
 
     def _join(self) -> tuple[Feed, Attached, Publisher]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.answers import SOURCES, answer_kind
+from common.answers import answer_kind
 from common.tasks import TASKS
 from generators.rewards import gsm8k, maths
 
@@ -54,8 +54,3 @@ def built_in(data_source: str) -> BuiltIn | None:
     if data_source in TASKS:
         return _TASK
     return {"number": _GSM8K, "expression": _MATHS, None: None}[answer_kind(data_source)]
-
-
-def sources() -> list[str]:
-    """The data sources that have a built-in scorer."""
-    return sorted([*TASKS, *SOURCES])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from common.answers import reference_fault
+from common.answers import scoring_fault
 from common.config import Config
-from generators.rewards import ERROR, BuiltIn, Score, built_in, sources
+from generators.rewards import ERROR, BuiltIn, Score, built_in
 from generators.rewards.pool import RewardProcess
 
 
@@ -42,14 +42,7 @@ class Scorer:
         """``(short reason, sentence)`` if no response to this row could be scored."""
         if self._custom is not None:
             return None
-        source = row["data_source"]
-        if built_in(source) is None:
-            return "unknown_data_source", (
-                f"data_source={source!r} has no built-in reward (there are {', '.join(sources())}); "
-                "give reward.custom_function.path"
-            )
-        fault = reference_fault(source, row["reward_model"]["ground_truth"])
-        return ("bad_reference", fault) if fault else None
+        return scoring_fault(row["data_source"], row["reward_model"]["ground_truth"])
 
     async def score(self, row: dict[str, Any], text: str) -> Score:
         """The score of a response; raises only if scoring is impossible altogether."""

@@ -417,3 +417,16 @@ def _until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_an_engine_that_makes_no_token_ends_the_generator_instead_of_using_up_leases(broker, start):
+    running = start(config=CONFIG | {"ledger": {"lease_timeout_s": 0.5, "lease_limit_s": 9.0}})
+    broker.welcome()
+    time.sleep(0.7)  # without requests nothing is missing
+    running.call(running.engine.hold)
+    broker.lease(row(), 7, [0, 1])
+    broker.expect("heartbeat", lambda f: f["stats"]["running"] == 2)
+    broker.send("cancel", group=7, attempt=0, reason="lease_expired")
+    broker.lease(row(), 8, [0, 1])
+    error = running.wait_for_error()
+    assert isinstance(error, EngineError) and "s, with 2 requests running; it hangs" in str(error)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from common.config import Weights
-from common.errors import DeadlineError, FencedError, WeightError
+from common.errors import ConfigError, DeadlineError, FencedError, WeightError
 from learner.publish import Publisher
 
 TIMEOUT_S = 2.0
@@ -364,3 +364,32 @@ def test_the_copy_out_is_all_that_the_caller_waits_for(bench: Bench) -> None:
         publisher.publish(version, weights_of(version))
     assert time.monotonic() - start < 0.5  # one transfer takes a second
     publisher.wait_held(2, timeout_s=10)
+
+
+def test_a_model_whose_canary_cannot_be_computed_is_a_fault_of_the_config(bench: Bench) -> None:
+    publisher, calls = bench.publisher(), []
+
+    def forward(tensors: Any) -> Any:
+        calls.append(dict(tensors).keys())
+        raise NotImplementedError("no such kernel on the CPU")
+
+    publisher.prove_with(forward)
+    publisher.publish(0, weights_of(0))
+    with pytest.raises(ConfigError, match=r"model\.path: its forward on the CPU.*NotImplementedError: no such kernel"):
+        publisher.make_canary()
+    assert calls == [dict(weights_of(0)).keys()]
+
+
+def test_slow_engines_give_way_when_their_transfers_hold_all_the_memory(bench: Bench) -> None:
+    publisher = bench.publisher()
+    # Each takes 1.5 s for every bucket, from its first version on, its second one, its third one.
+    slow = [bench.receiver(f"slow{i}", f"staging.bucket:{i * NUM_BUCKETS + 1}:delay=1.5") for i in range(3)]
+    until(lambda: len(publisher.members()) == 3, 5, "the members")
+    for version in range(3):
+        publisher.publish(version, weights_of(version))
+        for receiver in slow[version + 1 :]:
+            receiver.wait_held(version)
+    until(lambda: [m.sending for m in publisher.members() if m.state == "sending"] == [0, 1, 2], 1, "three transfers")
+    publisher.publish(3, weights_of(3))
+    assert bench.wait_note("too slow", 1).startswith("slow0: version 0 not delivered")
+    assert not any("slow2" in note and "too slow" in note for note in bench.notes)

@@ -7,6 +7,7 @@ import pytest
 from common.config import Config
 from common.data import MAX_FAULTS, open_files, open_rows, row_fault
 from common.errors import ConfigError
+from common.preflight import checked_config
 
 
 def row(i=0, **changes):
@@ -115,3 +116,15 @@ def test_open_rows_by_config(tmp_path):
     assert len(open_rows(Config.model_validate({"data": files}), "val")) == 0
     files["val_files"] = [files["train_files"]]
     assert len(open_rows(Config.model_validate({"data": files}), "val")) == 1
+
+
+def test_rows_that_no_built_in_reward_can_score_are_found_before_the_run(tmp_path):
+    rows = [row(0), row(1, data_source="acme/secret"), row(2, reward_model={"ground_truth": "none"})]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    given = ["model.toy=true", f"data.train_files={path}", f"run.dir={tmp_path}/run", "trainer.test_freq=-1"]
+    with pytest.raises(ConfigError) as caught:
+        checked_config([], given)
+    assert [f.split(":")[1] for f in caught.value.faults] == ["2", "3"]
+    assert "no built-in reward" in caught.value.faults[0] and "no single number" in caught.value.faults[1]
+    (tmp_path / "own.py").write_text("def compute_score(*a):\n    return 1.0\n")
+    checked_config([], [*given, f"reward.custom_function.path={tmp_path}/own.py"])

@@ -614,3 +614,41 @@ def test_a_checkpoint_is_valid_only_of_an_acknowledged_step():
     ledger.checkpoint_valid(epoch, 0, "step_0")
     with pytest.raises(LedgerError, match="step 0 was the last acknowledged"):
         ledger.checkpoint_valid(epoch, 1, "step_1")
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_run_whose_data_cannot_be_sampled_or_scored_stops_and_says_why(retry):
+    ledger = make(max_lost=4)
+    epoch = ledger.attach("learner", "1")
+
+    def lose():
+        attempt = lease(ledger)
+        if retry:
+            for index in range(N):
+                ledger.commit("g", header(attempt, index, fault="reward_error"), 0.0)
+        else:
+            ledger.give_back("g", attempt.key, "reward_error", retry=False)
+
+    for _ in range(3):
+        lose()
+    finish(ledger, lease(ledger))  # something can be scored after all: counted anew
+    for _ in range(3):
+        lose()
+    finish(ledger, lease(ledger))
+    ledger.acknowledge(epoch, ledger.claim(epoch, 1, 0, B).step, applied=True)
+    for _ in range(3):
+        lose()
+        assert isinstance(ledger.claim(epoch, 2, 1, B), str)
+    ledger.give_back("g", lease(ledger).key, "shutdown", retry=True)  # nobody's fault
+    assert isinstance(ledger.claim(epoch, 2, 1, B), str)
+    lose()
+    with pytest.raises(NoSignalError, match=r"4 attempts in a row gave no group .*: reward_error \(4\)"):
+        ledger.claim(epoch, 2, 1, B)
+
+
+def test_data_that_end_without_a_single_step_are_an_error():
+    ledger = make(max_lost=100, num_prompts=1)
+    epoch = ledger.attach("learner", "1")
+    ledger.give_back("g", lease(ledger).key, "prompt_too_long", retry=False)
+    with pytest.raises(NoSignalError, match="prompt_too_long"):
+        ledger.claim(epoch, 1, 0, B)

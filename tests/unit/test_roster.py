@@ -264,3 +264,27 @@ def test_whatever_happens_everybody_who_lives_holds_the_newest_in_the_end() -> N
                     todo += note(r.receive(peer, "held", held, now))
         assert [m.version for m in r.members.values()] == [r.version] * 3, seed
         assert not open_transfers, seed
+
+
+def test_a_member_that_trickles_is_given_up_as_a_whole() -> None:
+    r = roster()
+    n = only(join(r, "a"), Prepare).number
+    r.receive(b"a", "prepared", {"number": n}, 0.0)
+    for i in range(1, 10):  # each bucket comes in time, and it is heard of
+        r.receive(b"a", "beat", {"version": -1, "state": ""}, TIMEOUT_S * i)
+        assert not [a for a in r.tick(TIMEOUT_S * i) if isinstance(a, End)]
+    assert r.next_due() <= 10 * TIMEOUT_S
+    r.receive(b"a", "beat", {"version": -1, "state": ""}, 10 * TIMEOUT_S)
+    assert only(r.tick(10 * TIMEOUT_S), End) == End(n, staged=False) and r.members["a"].state == "resting"
+
+
+def test_the_slowest_gives_way_when_memory_is_needed_but_never_the_newest_version() -> None:
+    r = roster(0)
+    numbers = {"slow": only(join(r, "slow"), Prepare).number}
+    r.published(1, 101, 1.0)
+    numbers["later"] = only(join(r, "later"), Prepare).number
+    r.published(2, 102, 2.0)
+    join(r, "latest")
+    assert only(r.make_room(2.5), End) == End(numbers["slow"], staged=False)
+    assert only(r.make_room(2.5), End) == End(numbers["later"], staged=False)
+    assert r.make_room(2.5) == []

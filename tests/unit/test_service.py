@@ -10,6 +10,8 @@ import pytest
 
 from broker.server import Server, open_service, read_vocab_size
 from common.config import Config
+from common.errors import ConfigError, LedgerError
+from common.loading import load_config
 from common.wire import GENERATOR_OPS, LEARNER_OPS, decode, encode, encode_sample, unpack
 from tests.simulated import make_sample
 
@@ -460,3 +462,37 @@ def test_no_message_ends_the_broker(broker):
     assert sum(b.service.refused.values()) > 1_000 and len(b.service.refused) > 5
     snapshot = b.service.store.snapshot()
     assert snapshot.counts["train"] == {s: n for s, n in b.service.ledger.counts["train"].items() if n}
+
+
+def test_a_learner_that_waits_for_data_nobody_can_score_is_told_why_and_then_stopped(broker):
+    b = broker(ledger__max_attempts=1)
+    b.hello("a")
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    b.tell(b"learner", "claim", id=90, epoch=epoch, step=1, version=0, num_groups=B)
+    told = []
+    for _ in range(100):
+        for op, f, _payload in b.turn():
+            if op == "lease":
+                b.tell(b"a", "give_back", group=f["group"], attempt=f["attempt"], reason="bad_prompt", retry=False)
+            elif op in ("waiting", "error"):
+                told.append((op, f))
+        b.now += 1.0
+        b.beat("a")
+    assert "dropped most often: bad_prompt" in told[-2][1]["reason"]
+    assert told[-1][0] == "error" and told[-1][1]["kind"] == "no_signal" and "bad_prompt (" in told[-1][1]["detail"]
+
+
+def test_a_ledger_is_continued_with_its_own_config_only_and_only_if_it_may_be(tmp_path):
+    def open_with(*overrides, begun="first"):
+        given = ["model.toy=true", "data.task=reverse_digits", "run.id=r", f"run.dir={tmp_path}", *overrides]
+        open_service(load_config([], given), FakeDirectory(), tmp_path, begun=begun).store.close()
+
+    open_with("trainer.resume_mode=off")
+    open_with("trainer.resume_mode=off")  # a broker that was started again
+    for other in ("actor.optim.lr=0.5", "algorithm.adv_estimator=rloo", "staleness.max=3", "data.shuffle=false"):
+        with pytest.raises(LedgerError, match=f"another config .{other.partition('=')[0]}: "):
+            open_with(other)
+    with pytest.raises(ConfigError, match=r"already has a run; set trainer\.resume_mode=auto"):
+        open_with("trainer.resume_mode=off", begun="second")
+    open_with("run.max_steps=7", "generators.count=3", begun="second")
+    open_with("trainer.resume_mode=off", begun="second")

@@ -221,10 +221,10 @@ def test_the_lock_ends_with_its_process(path):
     Store(path, identity={}).close()
 
 
-def test_other_data_is_refused_with_the_difference(path):
+def test_another_config_is_refused_with_the_difference(path):
     Store(path, identity=IDENTITY).close()
     text = refusal(path, identity={"run.seed": 1, "data.train_files": ["a"]})
-    assert "the run began with other data (run.seed: 0 != 1)" in text
+    assert "the run began with another config (run.seed: 0 != 1)" in text
 
 
 def filled(path):

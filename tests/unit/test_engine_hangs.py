@@ -1,0 +1,93 @@
+"""The engine's waits on its child, which here is a fake that stops answering."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.canary import Canary
+from common.config import Config
+from common.errors import DisprovedError, EngineError
+from generators.engine import Engine
+
+CONFIG = Config.model_validate({"model": {"toy": True}, "weights": {"timeout_s": 0.05}})
+CANARY = Canary((3, 4, 5), (-1.0, -2.0), "float32")
+
+
+class Child:
+    """vLLM's front, as far as the engine uses it; ``hangs`` names the call that is never answered."""
+
+    def __init__(self, hangs: str = "") -> None:
+        self.hangs, self.ended, self.errored, self.output_handler = hangs, False, False, None
+        self.engine_core = SimpleNamespace(
+            pause_scheduler_async=self._call("pause"),
+            set_weight_version_async=self._call("set_weight_version"),
+            resume_scheduler_async=self._call("resume"),
+        )
+        self.collective_rpc, self.abort = self._call("rpc", [None]), self._call("abort")
+        self.output_processor = SimpleNamespace(propagate_error=lambda e: None)
+
+    def _call(self, name: str, answer: Any = None) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if name == self.hangs:
+                await asyncio.Event().wait()
+            return answer
+
+        return call
+
+    def shutdown(self, timeout_s: float) -> None:
+        self.ended = True
+
+
+def make_engine(child: Child, folder: Path) -> Engine:
+    return Engine(child, folder, SimpleNamespace(close=lambda: None), CONFIG)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hangs", ["pause", "rpc", "set_weight_version", "resume"])
+def test_a_child_that_does_not_answer_a_swap_ends_the_engine(hangs: str, tmp_path: Path) -> None:
+    async def swap() -> None:
+        child = Child(hangs)
+        engine = make_engine(child, tmp_path)
+        with pytest.raises(EngineError, match=r"the engine has not answered for 0\.2 s; it hangs"):
+            await asyncio.wait_for(engine.swap(1), 5)
+        assert engine.dead and child.ended
+
+    asyncio.run(swap())
+
+
+def test_a_child_that_does_not_answer_while_it_stages_counts_as_dead(tmp_path: Path) -> None:
+    async def stage() -> None:
+        engine = make_engine(Child("rpc"), tmp_path)
+        with pytest.raises(EngineError, match="stage: the engine has not answered"):
+            await asyncio.wait_for(engine.rpc("stage"), 5)
+        assert engine.dead
+
+    asyncio.run(stage())
+
+
+@pytest.mark.parametrize(
+    "error", [EngineError("no log-probs"), ValueError("too long"), IndexError(3), DisprovedError(1.0, "canary: other")]
+)
+def test_a_proof_that_fails_in_any_way_is_a_disproof(error: Exception, tmp_path: Path) -> None:
+    async def swap() -> None:
+        engine = make_engine(Child(), tmp_path)
+
+        async def fail(ids: tuple[int, ...]) -> list[float]:
+            raise error
+
+        async def succeed(ids: tuple[int, ...]) -> list[float]:
+            return [-1.0, -2.0]
+
+        engine.prompt_logprobs = fail  # type: ignore[method-assign]
+        with pytest.raises(DisprovedError, match="canary"):
+            await engine.swap(1, CANARY)
+        assert engine.version == -1 and not engine.dead
+        engine.prompt_logprobs = succeed  # type: ignore[method-assign]
+        await engine.swap(2, CANARY)
+        assert engine.version == 2 and engine._trusted.is_set()  # what was held back may leave
+
+    asyncio.run(swap())
