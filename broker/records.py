@@ -59,6 +59,7 @@ class Attempt:
     num_tokens_before: int = 0  # of samples that are no part of this lease's work
     leased_at: float = 0.0
     renewed_at: float = 0.0
+    _found: tuple[int, ...] = field(default=(-1,), repr=False, compare=False)  # see `_versions`
 
     @property
     def key(self) -> Key:
@@ -76,14 +77,22 @@ class Attempt:
     @property
     def oldest(self) -> int:
         """The version from which its age counts: its oldest token's; what a lease will bring counts from ``held``."""
-        oldest = min((h["oldest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
+        oldest = self._versions()[0]
         return min(oldest, self.held) if self.state == "leased" else oldest
 
     @property
     def newest(self) -> int:
         """The version of its newest token; a lease may yet bring tokens of any version."""
-        newest = max((h["newest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
-        return NEVER if self.missing else newest
+        return NEVER if self.missing else self._versions()[1]
+
+    def _versions(self) -> tuple[int, int]:
+        """(oldest, newest) of the tokens that are there; asked for often, so found once for each number of samples."""
+        num, *found = self._found
+        if num != len(self.samples):
+            sound = [h for h in self.samples.values() if h["fault"] is None]
+            found = [min((h["oldest"] for h in sound), default=NEVER), max((h["newest"] for h in sound), default=NEVER)]
+            self._found = (len(self.samples), *found)
+        return found[0], found[1]
 
 
 @dataclass(frozen=True, slots=True)
