@@ -254,22 +254,6 @@ def test_all_sockets_are_on_loopback(bench: Bench) -> None:
 
 # ---------------------------------------------------------------- engines of their own
 @pytest.mark.soak
-def test_without_the_repair_the_tied_head_is_seen_to_be_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import generators.engine
-
-    usual = generators.engine._engine_args
-    broken = {"worker_extension_cls": "tests.stale_head.WorkerExtension"}
-    monkeypatch.setattr(generators.engine, "_engine_args", lambda *args: usual(*args) | broken)
-    b = Bench(tmp_path)
-    try:
-        b.push(1)
-        model = b.push(2)
-        assert largest_difference(model, b.run(b.sample(40))) > 0.1
-    finally:
-        b.close()
-
-
-@pytest.mark.soak
 def test_tokens_on_stale_keys_and_values_are_stamped_by_the_older_version(tmp_path: Path) -> None:
     """`rollout.recompute_kv=false`: requests in flight keep the KV of the weights that made it."""
     tree = CONFIG.model_dump()
