@@ -49,7 +49,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "behavior_versions": ("list<int64>", "Version of the weights that sampled each response token. Absent: 0."),
     "loss_mask": ("list<bool>", "False on response tokens that the policy did not sample (tools). Absent: all true."),
-    "temperature": ("double", "Sampling temperature. Absent: 1."),
+    "temperature": ("double", "Sampling temperature; 0: the greedy sample of its group (`remax`). Absent: 1."),
     "sampling": ("string", "JSON: all sampling settings."),
     "finish_reason": ("string", "`stop` or `length`. Absent: `stop`."),
     "reward": ("double", "Score of the sample. A sample without one is left out of its group."),
@@ -212,7 +212,7 @@ class Rollouts:
         bad = ~(self._logprobs.values <= MAX_LOGPROB) | ~np.isfinite(self._logprobs.values)  # true for NaN
         refuse(_any_in_row(self._logprobs, bad & sampled), "behavior_logprobs is not finite, or above 0")
         refuse(_any_in_row(self._versions, self._versions.values < 0), "behavior_versions has a negative version")
-        refuse(~(self._temperature > 0), "temperature is not above 0")
+        refuse(~(self._temperature >= 0), "temperature is below 0")
         return faults
 
     def _groups(self) -> dict[Key, NDArray[np.int64]]:

@@ -221,16 +221,25 @@ class OfflineFeed(RecordedFeed):
         """Whether a group can be trained, seen from its samples; one that cannot is counted and named."""
         try:
             samples = self.source.samples(key)
-            if max(len(s.prompt_ids) for s in samples) <= self._config.data.max_prompt_length:
+            reason = self._unsound(samples)
+            if reason is None:
                 self._held[key] = samples
                 return True
-            reason = "prompt_too_long"
         except ReplayError as e:
             reason = "damaged"
             _log.error("%s", e)
         self.left_out[reason] += 1
         _log.warning("step %d: group %d/%d is left out: %s", step, *key, reason)
         return False
+
+    def _unsound(self, samples: list[Sample]) -> str | None:
+        """What only the samples themselves can tell of their group."""
+        if max(len(s.prompt_ids) for s in samples) > self._config.data.max_prompt_length:
+            return "prompt_too_long"
+        num_rows = sum(s.sampling.get("temperature") != 0 for s in samples)  # a greedy sample is a baseline
+        if self._config.greedy_index is not None and num_rows == len(samples):
+            return "no_baseline"
+        return self._unfit(num_rows, 0) if num_rows else "single_sample"
 
     def _unfit(self, num_samples: int, num_tokens: int) -> str | None:
         """Why a group of so many samples, the longest of so many tokens, cannot be trained: a word to count by."""
@@ -246,6 +255,7 @@ class OfflineFeed(RecordedFeed):
             dataclasses.replace(s, group=number, spans=((0, 0, len(s.response_ids)),))
             for number, g in enumerate(claim.groups)
             for s in self._held.get((g.group, g.attempt)) or self.source.samples((g.group, g.attempt))
+            if self._config.greedy_index is not None or s.sampling.get("temperature") != 0
         ]
 
     def stats(self) -> dict[str, Any]:

@@ -316,6 +316,21 @@ def test_single_samples_have_nothing_to_compare(replay: Any, tmp_path: Path) -> 
     assert alone_too.progress.samples_trained == 4
 
 
+def test_a_greedy_sample_is_a_baseline_and_no_row(replay: Any, tmp_path: Path) -> None:
+    """Group 0 has one, group 1 has not, group 2 has nothing else."""
+    file = made_elsewhere(
+        tmp_path / "a.parquet", 7, group=[0, 0, 0, 1, 1, 2, 2], temperature=[1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    )
+    offline = ("replay.mode=offline", "trainer.total_epochs=1")
+    learner, _ = replay(file, *offline, "algorithm.adv_estimator=remax")
+    learner.run()
+    assert learner.progress.samples_trained == 2
+    assert learner.stats["dropped"] == {"no_baseline": 1, "single_sample": 1}
+    learner, _ = replay(file, *offline, folder="b")
+    learner.run()
+    assert learner.progress.samples_trained == 4 and learner.stats["dropped"] == {"single_sample": 1}
+
+
 def test_nothing_to_train_is_an_error_not_an_empty_run(replay: Any, tmp_path: Path) -> None:
     file = made_elsewhere(tmp_path / "a.parquet", lane=["eval"] * 4)
     with pytest.raises(ReplayError, match="no complete training group"):

@@ -141,7 +141,7 @@ def test_groups_that_cannot_be_trained_are_counted(tmp_path: Path) -> None:
         ({"behavior_logprobs": [[-0.5] * 3] * 3 + [[-0.5, 0.5, -1.0]]}, "row 3: behavior_logprobs is not finite, or"),
         ({"response_ids": [[7, None, 1]] * 4}, "response_ids: has a null"),
         ({"behavior_versions": [[0, 0, -1]] * 4}, "row 0: behavior_versions has a negative"),
-        ({"temperature": [1.0, 1.0, 0.0, 1.0]}, "row 2: temperature is not above 0"),
+        ({"temperature": [1.0, 1.0, -1.0, 1.0]}, "row 2: temperature is below 0"),
         ({"response_ids": ["abc"] * 4}, "cannot be read as rollouts"),
     ],
 )
