@@ -382,3 +382,15 @@ def test_no_message_ends_the_broker(broker):
     assert sum(b.service.refused.values()) > 1_000 and len(b.service.refused) > 5
     snapshot = b.service.store.snapshot()
     assert snapshot.counts["train"] == {s: n for s, n in b.service.ledger.counts["train"].items() if n}
+
+
+def test_status_says_since_when_a_step_is_at_the_learner(broker):
+    b = broker()
+    b.hello("a")
+    b.deliver("a", b.turn())
+    b.turn()
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    assert b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)[0] == "claimed"
+    b.now += 7
+    b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)  # asked again after a silence
+    assert "broker waits: step 1 is at the learner, for 7.0 s" in b.ask("status")[1]["status"]["waits"]
