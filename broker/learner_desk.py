@@ -193,7 +193,8 @@ class LearnerDesk:
                 s.ledger.drop_damaged(key)
 
     def _send_claim(self, parked: Parked, claim: Claim) -> None:
-        live = self._s.ledger.live
+        live, now, sent = self._s.ledger.live, self._s.clock(), self._s.handed_out_at
+        self._s.handed_out_at = {c.step: sent.get(c.step, now) for c in self._s.ledger.claims}
         groups = [{"group": g, "attempt": a, "samples": live[g, a].sound} for g, a in claim.keys]
         self._s.send(
             parked.peer, "claimed", *_chunks(groups), id=parked.id, step=claim.step, version=claim.version,

@@ -82,7 +82,9 @@ def waits(s: Service) -> list[str]:
     lines = [f"{p.name} waits: {p.waits_for}, for {now - p.waits_since:.1f} s" for p in s.peers if p.waits_for]
     claimed, parked = s.ledger.claimed, s.parked
     if claimed is not None:
-        lines.append(f"broker waits: step {claimed.step} is at the learner")
+        since = s.handed_out_at.get(claimed.step)
+        age = "" if since is None else f", for {now - since:.1f} s"  # None: by the broker before this one
+        lines.append(f"broker waits: step {claimed.step} is at the learner{age}")
     if parked is not None and claimed is not None:
         lines.append(f"step {parked.step}, asked for ahead, waits: {parked.reason}, for {now - parked.since:.1f} s")
     elif parked is not None:

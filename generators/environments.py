@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from common.config import Config
 from common.errors import ConfigError
+from common.prompting import prompt_ids
 
 
 class Completion(Protocol):
@@ -66,14 +67,13 @@ class SingleTurn:
 
     def __init__(self, tokenizer: Any, config: Config) -> None:
         self._tokenizer = tokenizer
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._max_prompt_tokens = config.data.max_prompt_length
         self._max_response_tokens = config.data.max_response_length
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        """Chat template with the generation prompt if the tokenizer has one, else the contents one after the other."""
+        """See `common/prompting.py`. Raises RowError: no prompt, or one that is too long."""
         try:
-            ids = self._encode(row["prompt"])
+            ids = prompt_ids(self._tokenizer, row["prompt"])
         except Exception as e:  # templates are programs: they refuse roles, orders, …
             raise RowError("bad_prompt", f"{type(e).__name__}: {e}") from e
         if not ids:
@@ -81,12 +81,6 @@ class SingleTurn:
         if len(ids) > self._max_prompt_tokens:
             raise RowError("prompt_too_long", f"{len(ids)} tokens, data.max_prompt_length={self._max_prompt_tokens}")
         return ids
-
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        if self._has_template:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has them
-        return list(self._tokenizer("".join(m["content"] for m in messages))["input_ids"])
 
     async def play(self, prompt_ids: list[int], row: dict[str, Any], generate: Generate) -> Trajectory:
         c = await generate(prompt_ids, self._max_response_tokens)

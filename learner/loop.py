@@ -225,7 +225,7 @@ class Learner:
         failpoint("learner.publish")
         self.publisher.publish(version, published_weights(self.models.actor.module, dtype=self.config.model.dtype))
         self.published = version
-        self.progress.publications += 1
+        self.progress.count_publication()
         self.control.update(version=version)
         validation.ask_if_due(self)
 

@@ -22,7 +22,8 @@ class Progress:
     last_scores: list[float] = field(default_factory=list)  # of the last
     overlap_sum: float = 0.0
     overlap_count: int = 0
-    publications: int = 0
+    publications: int = 0  # versions that were published
+    newest_published: int = -1
     seconds: float = 0.0  # before this process
 
     def count(self, batch: Batch, *, window: int, limit: int) -> None:
@@ -44,6 +45,12 @@ class Progress:
         self.step += 1
         self.skipped += 1
         self.skipped_in_a_row += 1
+
+    def count_publication(self) -> None:
+        """The version as it is now was published; again after a restart, it counts once."""
+        if self.version > self.newest_published:
+            self.publications += 1
+            self.newest_published = self.version
 
     def count_overlap(self, ratio: float) -> None:
         self.overlap_sum += ratio

@@ -76,6 +76,8 @@ def replay(learner: Learner, path: Any) -> tuple[Progress, int]:
     """
     state = learner.checkpoints.load(path, learner.models)
     progress = Progress.from_state(state)
+    if progress.newest_published < 0:
+        progress.count_publication()  # the first start publishes right after its checkpoint
     loaded = progress.step
     for row in learner.feed.rows(after=loaded):
         if row.step != progress.step + 1:
@@ -97,6 +99,8 @@ def redo(learner: Learner, row: Any, progress: Progress) -> None:
     if not outcome.applied:
         raise CheckpointError(f"step {row.step} was applied, but is not finite when redone; is this the same software?")
     progress.count(batch, window=learner.config.run.goal_window, limit=limit)
+    if progress.version - progress.newest_published >= learner.config.weights.publish_every:
+        progress.count_publication()
     if row.digest and weights_digest(learner.models.actor.module) != row.digest:
         learner.log.info("step %d redone: equal up to rounding, not to the bit", row.step)
     learner.report(batch, outcome, clock, progress, version=version, limit=row.claim.limit)

@@ -21,6 +21,7 @@ from common.config import Config, Warmup
 from common.data import open_rows
 from common.errors import Stopped
 from common.logs import LOGGER
+from common.prompting import Messages, prompt_ids
 from common.tasks import get_task
 from common.wire import Sample
 from learner.batch import make_batch
@@ -30,7 +31,6 @@ from learner.packing import Packing, micro_batches
 CHECK_PROMPTS = 256  # the score is then known to ± 0.02
 CHECK_OFFSET = 1_000_000  # checks take their pairs from there on, training from 0
 TOKEN_BUDGET = 16384
-Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def supervised_step(
 def sampled_score(actor: Actor, tokenizer: Any, lesson: Lesson, *, max_new_tokens: int) -> float:
     """Mean score of one sampled answer (temperature 1) to each of `CHECK_PROMPTS` prompts."""
     pairs = [lesson.pair(CHECK_OFFSET + i) for i in range(CHECK_PROMPTS)]
-    prompts = [encode_prompt(tokenizer, messages) for messages, _ in pairs]
+    prompts = [prompt_ids(tokenizer, messages) for messages, _ in pairs]
     texts = sample_texts(actor, tokenizer, prompts, max_new_tokens=max_new_tokens)
     return float(np.mean([lesson.score(text, answer) for text, (_, answer) in zip(texts, pairs, strict=True)]))
 
@@ -153,19 +153,11 @@ def sample_texts(actor: Actor, tokenizer: Any, prompts: list[list[int]], *, max_
     return tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
 
 
-def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
-    """Token ids of a prompt as the generators make them: the chat template if there is one, else the contents."""
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer("".join(m["content"] for m in messages))["input_ids"])
-
-
 def _as_sample(tokenizer: Any, i: int, messages: Messages, answer: str) -> Sample:
     ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     return Sample(
         group=i, attempt=0, index=0,
-        prompt_ids=np.array(encode_prompt(tokenizer, messages), dtype=np.int32),
+        prompt_ids=np.array(prompt_ids(tokenizer, messages), dtype=np.int32),
         response_ids=np.array(ids, dtype=np.int32),
         behavior_logprobs=np.zeros(len(ids), dtype=np.float32),
         spans=((0, 0, len(ids)),), sampling={"temperature": 1.0}, finish_reason="stop", reward=0.0, generator="",

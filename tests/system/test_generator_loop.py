@@ -218,7 +218,7 @@ def test_a_reward_that_fails_is_a_fault_of_its_sample(broker, start, monkeypatch
 
 
 # ---------------------------------------------------------------- masks and ends (public fault reports M1, M3)
-def test_m1_without_an_end_token_lengths_come_from_the_tokens(broker, start):
+def test_without_an_end_token_lengths_come_from_the_tokens(broker, start):
     start(respond=lambda prompt, max_tokens: [53, 52, 0])  # the last one is the padding id, sampled
     broker.welcome()
     broker.lease(row(), 7, [0])
@@ -227,7 +227,7 @@ def test_m1_without_an_end_token_lengths_come_from_the_tokens(broker, start):
     assert s.response_ids.tolist() == [53, 52, 0] and s.loss_mask.tolist() == [True] * 3
 
 
-def test_m3_the_end_token_is_trained_once_even_if_it_is_the_padding(broker, start):
+def test_the_end_token_is_trained_once_even_if_it_is_the_padding(broker, start):
     start(respond=lambda prompt, max_tokens: [53, EOS])
     broker.welcome()
     broker.lease(row(), 7, [0])

@@ -1,4 +1,4 @@
-"""Reward parsing: kinds of public fault reports (R1 … R17 of the project's list), as values."""
+"""Reward parsing: kinds of public fault reports, as values."""
 
 import time
 from fractions import Fraction
@@ -15,7 +15,7 @@ def gsm(response: str, truth: str) -> float:
     return gsm8k.compute_score("openai/gsm8k", response, truth, None)
 
 
-def test_r1_neither_position_nor_length_of_the_response_matters():
+def test_neither_position_nor_length_of_the_response_matters():
     assert gsm("#### 42\n" + "x" * 301, "42") == 1.0
     assert gsm("#### 42\n" + "blah " * 100_000, "42") == 1.0
     assert gsm("7 8 9 " * 100_000 + "#### 42", "42") == 1.0
@@ -25,7 +25,7 @@ def test_r1_neither_position_nor_length_of_the_response_matters():
     ("response", "score"),
     [("#### -5", 1), ("#### 5", 0), (r"#### \boxed{-5}", 1), ("#### $-5", 1), ("#### -$5", 1), (f"#### {MINUS}5", 1)],
 )
-def test_r3_the_sign_counts_however_it_is_written(response, score):
+def test_the_sign_counts_however_it_is_written(response, score):
     assert gsm(response, "-5") == score
     assert gsm(response, f"{MINUS}5") == score
 
@@ -33,17 +33,17 @@ def test_r3_the_sign_counts_however_it_is_written(response, score):
 @pytest.mark.parametrize(
     ("response", "truth"), [("The total is $29.00.", "29"), ("#### 42.", "42"), ("#### $1,234", "1234")]
 )
-def test_r5_currency_commas_and_a_final_dot_do_not_change_a_number(response, truth):
+def test_currency_commas_and_a_final_dot_do_not_change_a_number(response, truth):
     assert gsm(response, truth) == 1.0
 
 
-def test_r7_punctuation_is_no_answer():
+def test_punctuation_is_no_answer():
     assert gsm("The total is 72 clips, altogether.", "72") == 1.0
     assert final_number("#### ,") is None
     assert gsm("#### ,", "") == gsm("#### ,", ",") == 0.0  # "no answer" equals nothing, not even another
 
 
-def test_r9_references_go_through_the_same_parser():
+def test_references_go_through_the_same_parser():
     reference = "She has 10 - 4 = 6 apples, and owes 9.\n#### -3"
     assert reference_number(reference) == -3
     assert gsm("#### -3", reference) == 1.0 and gsm("#### 3", reference) == 0.0
@@ -55,26 +55,26 @@ def test_r9_references_go_through_the_same_parser():
 
 
 @pytest.mark.parametrize("compute_score", [gsm8k.compute_score, maths.compute_score])
-def test_r11_braces_of_a_box_are_balanced(compute_score):
+def test_braces_of_a_box_are_balanced(compute_score):
     assert compute_score("", r"\boxed{\frac{1}{2}}", "1/2", None) == 1.0
     assert compute_score("", r"\boxed{\frac{1}{3}}", "1/2", None) == 0.0
     assert last_boxed(r"\boxed{\{1, \frac{a}{b}\}} and more}") == r"\{1, \frac{a}{b}\}"
 
 
 @pytest.mark.parametrize("compute_score", [gsm8k.compute_score, maths.compute_score])
-def test_r13_an_unfinished_last_box_is_no_answer(compute_score):
+def test_an_unfinished_last_box_is_no_answer(compute_score):
     assert compute_score("", r"\boxed{7} wait… \boxed{", "7", None) == 0.0
     assert compute_score("", r"\boxed{7} wait… \boxed{7", "7", None) == 0.0
     assert compute_score("", r"\boxed{8} wait… \boxed{7}", "7", None) == 1.0
 
 
 @pytest.mark.parametrize("compute_score", [gsm8k.compute_score, maths.compute_score])
-def test_r15_markdown_stars_are_not_part_of_the_number(compute_score):
+def test_markdown_stars_are_not_part_of_the_number(compute_score):
     for response in ("Final Answer: **73**", "#### **73**", "**#### 73**", "**Answer:** 73."):
         assert compute_score("", response, "73", None) == 1.0
 
 
-def test_r17_an_empty_response_scores_nothing():
+def test_an_empty_response_scores_nothing():
     assert gsm("", "5") == 0.0
     assert maths.compute_score("math", "", "5", None) == 0.0
 

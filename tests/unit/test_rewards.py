@@ -1,4 +1,4 @@
-"""The user's reward function in its killable process: kinds of public fault reports W1 … W7 and the scorer."""
+"""The user's reward function in its killable process: kinds of public fault reports, and the scorer."""
 
 import asyncio
 import logging
@@ -94,7 +94,7 @@ def test_numbers_dicts_and_coroutines(function_file):
     assert scores(function_file, ["x"], name="score_later") == [Score(0.25)]
 
 
-def test_w1_a_hang_is_killed_at_the_limit_and_costs_only_its_sample(function_file):
+def test_a_hang_is_killed_at_the_limit_and_costs_only_its_sample(function_file):
     responses = ["right"] * 32
     responses[7] = "hang"
     start = time.monotonic()
@@ -109,7 +109,7 @@ def test_two_hangs_cost_two_samples(function_file):
     assert [r.fault for r in results] == [TIMEOUT, None, TIMEOUT]
 
 
-def test_w3_c_code_that_holds_the_interpreter_is_bounded_too(tmp_path):
+def test_c_code_that_holds_the_interpreter_is_bounded_too(tmp_path):
     file = tmp_path / "reward.py"
     # One call of C code: no signal handler of Python's can end it, in whatever thread it runs.
     file.write_text(
@@ -122,7 +122,7 @@ def test_w3_c_code_that_holds_the_interpreter_is_bounded_too(tmp_path):
     assert [r.fault for r in results] == [None, TIMEOUT, None]
 
 
-def test_w3_a_pathological_answer_is_bounded_by_a_kill():
+def test_a_pathological_answer_is_bounded_by_a_kill():
     pytest.importorskip("math_verify")  # an extra
     config = Config.model_validate({"reward": {"timeout_s": 1.5}})
     row = {"data_source": "math", "reward_model": {"ground_truth": "x+1"}}
@@ -139,7 +139,7 @@ def test_w3_a_pathological_answer_is_bounded_by_a_kill():
 
 
 @pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.soak)])
-def test_w5_no_hang_however_many_threads_hold_locks_at_the_start(function_file, rounds):
+def test_no_hang_however_many_threads_hold_locks_at_the_start(function_file, rounds):
     locks = [threading.Lock() for _ in range(8)]
     end = threading.Event()
 
@@ -160,7 +160,7 @@ def test_w5_no_hang_however_many_threads_hold_locks_at_the_start(function_file, 
             thread.join()
 
 
-def test_w7_what_is_not_a_finite_number_is_a_fault_not_a_zero(function_file):
+def test_what_is_not_a_finite_number_is_a_fault_not_a_zero(function_file):
     results = scores(function_file, ["right", "nothing", "nan", "inf", "text", "no score"])
     assert [r.value for r in results] == [3.0, None, None, None, None, None]
     assert [r.fault for r in results] == [None] + [INVALID] * 5

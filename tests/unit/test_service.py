@@ -496,3 +496,15 @@ def test_a_ledger_is_continued_with_its_own_config_only_and_only_if_it_may_be(tm
         open_with("trainer.resume_mode=off", begun="second")
     open_with("run.max_steps=7", "generators.count=3", begun="second")
     open_with("trainer.resume_mode=off", begun="second")
+
+
+def test_status_says_since_when_a_step_is_at_the_learner(broker):
+    b = broker()
+    b.hello("a")
+    b.deliver("a", b.turn())
+    b.turn()
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    assert b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)[0] == "claimed"
+    b.now += 7
+    b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)  # asked again after a silence
+    assert "broker waits: step 1 is at the learner, for 7.0 s" in b.ask("status")[1]["status"]["waits"]
