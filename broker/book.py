@@ -43,6 +43,7 @@ class Book:
         self.validations: dict[int, Validation] = {}
         self.attached: tuple[str, str] | None = None
         self.checkpoint = -1
+        self.untrained_bytes = 0  # payloads of the groups that are open
         self.cancels: list[Cancel] = []  # to be told to generators; the caller empties it
         self._pending: dict[Lane, list[Key]] = {lane: [] for lane in LANES}  # heaps: the oldest prompt first
         self._leased: dict[str, dict[Key, Attempt]] = {}  # by generator
@@ -121,6 +122,7 @@ class Book:
     def _end(self, attempt: Attempt, state: State) -> None:
         self._move(attempt, state)
         del self.live[attempt.key]
+        self.untrained_bytes -= attempt.num_bytes
 
     def _drop(self, attempt: Attempt, reason: str, *, retry: bool, tell: bool = True, counted: bool = True) -> None:
         if attempt.state == "leased" and tell and attempt.generator is not None:
@@ -177,12 +179,14 @@ class Book:
         self.validations = {v.step: v for v in snapshot.validations}
         for attempt in snapshot.live:
             self.live[attempt.key] = attempt
+            self.untrained_bytes += attempt.num_bytes
             if attempt.state == "pending":
                 heapq.heappush(self._pending[attempt.lane], attempt.key)
             elif attempt.state == "ready":
                 self._ready[attempt.key] = attempt
             elif attempt.state == "leased" and attempt.generator is not None:
-                if attempt.num_leases > 1:
-                    attempt.num_tokens_before = sum(h["num_tokens"] for h in attempt.samples.values())
+                there = sum(h["num_tokens"] for h in attempt.samples.values())
+                attempt.num_tokens = max(attempt.num_tokens, there)
+                attempt.num_tokens_before = there if attempt.num_leases > 1 else 0
                 attempt.leased_at = attempt.renewed_at = now
                 self._hand_out(attempt, attempt.generator)

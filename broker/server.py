@@ -140,6 +140,7 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         policy=config.staleness.policy,
         wait_s=config.staleness.wait_s,
         greedy_index=config.greedy_index,
+        untrained_bytes=config.ledger.untrained_bytes,
         filter_groups=config.algorithm.filter_groups.enable,
         max_filtered=config.algorithm.filter_groups.max_num_gen_batches * config.data.train_batch_size,
     )

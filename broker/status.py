@@ -28,6 +28,8 @@ def stats(s: Service) -> dict[str, Any]:
         "queue/leased_again": ledger.counters.num_leased_again,
         "queue/ready_samples": counts["ready"] * size,
         "queue/exhausted_prompts": ledger.counters.num_exhausted,
+        "queue/untrained_bytes": ledger.untrained_bytes,
+        "queue/redo_bytes": s.store.redo_bytes,
         "queue/ledger_bytes": s.store.size_bytes(),
         "generator/overlap_ratio": s.overlap.ratio,
         **s.peers.figures(),

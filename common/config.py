@@ -371,6 +371,8 @@ class Ledger(Section):
     """Also survive power loss (SQLite synchronous=FULL)."""
     keep_bytes: NonNegativeInt = 1 << 30
     """Trained payloads kept beyond what redo needs."""
+    untrained_bytes: PositiveInt = 4 << 30
+    """Payloads that wait for the learner; above this, and with a batch ready, generators get nothing more."""
     redo_bytes: PositiveInt = 4 << 30
     """Trained payloads beyond the last checkpoint; above this the broker asks the learner for one."""
 

@@ -99,6 +99,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "queue/exhausted_prompts": ("prompts", "Prompts given up after their last attempt, so far."),
     "queue/ready_samples": ("samples", "Samples in ready groups after the step."),
     "queue/issued": ("groups", "Group attempts issued so far."),
+    "queue/untrained_bytes": ("bytes", "Payloads of the groups that are not trained yet."),
+    "queue/redo_bytes": ("bytes", "Payloads of the steps since the newest checkpoint."),
     "queue/ledger_bytes": ("bytes", "Size of the ledger on disk."),
     "queue/wait_s": ("s", "Seconds the learner waited for this batch."),
     # ---------------------------------------------------------------- generators, weights

@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "run.max_steps", "run.goal_score", "run.goal_window", "run.redis_url", "run.stop_timeout_s", "run.start_timeout_s",
     "run.max_restarts", "generators.count", "trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep",
     "trainer.logger", "trainer.project_name", "trainer.experiment_name", "ledger.fsync", "ledger.keep_bytes",
+    "ledger.redo_bytes", "ledger.untrained_bytes",
 )  # fmt: skip
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
 REPLAY_MATTERS = (

@@ -68,7 +68,7 @@ class Recorder:
         for index in range(attempt.size if num is None else num):
             sample = make(attempt.group, attempt.attempt, index, version=attempt.held)
             _, header, (payload,) = decode(encode_sample(sample), GENERATOR_OPS)
-            assert self.ledger.commit("simulated", header, 0.0) == "stored"
+            assert self.ledger.commit("simulated", header, 0.0, len(payload)) == "stored"
             samples.append(NewSample(header, payload, "simulated", sample.spans))
         self.store.commit(self.ledger.take_changes(), samples)
 

@@ -186,6 +186,21 @@ def test_a_group_without_its_greedy_sample_is_dropped():
     assert kept.state == "ready"  # one sample and its baseline
 
 
+def test_at_the_bound_of_untrained_bytes_nothing_is_leased_once_a_batch_is_ready():
+    ledger = make(limit=3, untrained_bytes=100)
+    epoch = ledger.attach("learner", "1")
+    for size in (100, 0):  # the bound is below one batch: it is filled all the same
+        attempt = lease(ledger)
+        for index in range(N):
+            ledger.commit("g", header(attempt, index), 0.0, size)
+    assert lease(ledger) is None
+    assert ledger.refusal(0) == "untrained data: 200 bytes wait for the learner (ledger.untrained_bytes)"
+    ledger.claim(epoch, 1, 0, B)
+    assert lease(ledger) is None
+    ledger.acknowledge(epoch, 1, applied=True)
+    assert ledger.untrained_bytes == 0 and lease(ledger) is not None
+
+
 def test_under_mask_a_group_is_as_old_as_its_newest_token():
     ledger = make(limit=1, policy="mask")
     epoch = ledger.attach("learner", "1")
