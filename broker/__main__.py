@@ -1,10 +1,9 @@
 """``python -m broker``: the broker of a run."""
 
-import sys
 
 from broker.server import Server, open_router, open_service
 from broker.service import Service
-from common.roles import Role, run_role
+from common.roles import Role, end_process, run_role
 
 
 def main(role: Role) -> None:
@@ -30,4 +29,4 @@ def main(role: Role) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_role(main, "broker"))
+    end_process(run_role(main, "broker"))

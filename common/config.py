@@ -351,8 +351,9 @@ class Staleness(Section):
 class Weights(Section):
     publish_every: PositiveInt = 1
     """Steps between two publications of weights."""
-    transport: Literal["auto", "gloo"] = "auto"
-    """How weights travel."""
+    transport: Literal["auto", "gloo", "nccl", "snapshot"] = "auto"
+    """How weights travel; auto: gloo. A newcomer, and a member whose transfer failed, pulls a snapshot in any case.
+    nccl is written, but was not yet run on two GPUs."""
     bucket_bytes: PositiveInt = 16 << 20
     """Size of one transfer bucket."""
     timeout_s: PositiveFloat = 30.0

@@ -9,6 +9,7 @@ first role that was given a config stores it in Redis; the others take it from t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from common import failpoints, logs, processes
 from common.config import HOST_KEYS, Config
@@ -83,7 +84,7 @@ def start_role(role: RoleName, argv: list[str], *, name: str | None = None) -> R
 def run_role(
     main: Callable[[Role], int | None], role: RoleName, argv: list[str] | None = None, *, name: str | None = None
 ) -> int:
-    """``sys.exit(run_role(main, "broker", sys.argv[1:]))``: the exit code of the process.
+    """``end_process(run_role(main, "broker", sys.argv[1:]))``: the exit code of the process.
 
     A LeewayError is one clear line, the last thing on stderr; any other exception also has its
     traceback before it (and in the log file).
@@ -103,6 +104,19 @@ def run_role(
     finally:
         if started is not None:
             started.control.close()
+
+
+def end_process(code: int) -> NoReturn:
+    """End now: an interpreter that takes torch and vLLM apart needs seconds, and has nothing left to do.
+
+    The role has closed its sockets, files and children by then; what is written is flushed here.
+    """
+    for handler in logging.getLogger(logs.LOGGER).handlers:
+        handler.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -78,18 +78,24 @@ class Router:
         peer, *frames = _receive(self._socket)
         return peer, frames
 
-    def send(self, peer: bytes, frames: list[bytes]) -> bool:
-        """False if the peer is gone or reads nothing any more; never blocks."""
+    def send(self, peer: bytes, frames: list[bytes], view: memoryview | None = None) -> bool:
+        """False if the peer is gone or reads nothing any more; never blocks.
+
+        ``view`` is a last frame that is not copied: its memory must stand until the peer has it.
+        """
+        more = zmq.SNDMORE if view is not None else 0
         try:
-            self._socket.send_multipart([peer, *frames], flags=zmq.DONTWAIT)
+            self._socket.send_multipart([peer, *frames], flags=zmq.DONTWAIT | more)
+            if view is not None:
+                self._socket.send(view, copy=False)
         except zmq.ZMQError as e:
             if e.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
         return True
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, linger_s: float = 0.0) -> None:
+        self._socket.close(int(linger_s * 1000))
         if self._waker is not None:
             self._waker.close()
         self._context.term()
@@ -141,6 +147,20 @@ class Dealer:
         if not self._socket.poll(max(0, int(timeout_s * 1000))):
             return None
         return _receive(self._socket)
+
+    def receive_into(self, timeout_s: float, view: memoryview) -> tuple[bytes, int] | None:
+        """``(first frame, size of the second)``, the second one received into ``view``; further ones are dropped.
+
+        A second frame that is larger than ``view`` is cut there, and its true size returned.
+        """
+        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        header, size = self._socket.recv(), 0
+        if self._socket.getsockopt(zmq.RCVMORE):
+            size = self._socket.recv_into(view)
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv()
+        return header, size
 
     def close(self, linger_s: float = 0.0) -> None:
         self._socket.close(int(linger_s * 1000))

@@ -1,19 +1,23 @@
-"""Process groups that carry weights: one group for one transfer to one engine.
+"""The seam of the transports that carry weights, and those made of torch's process groups.
 
 A group is the learner (rank 0) and the workers of one engine (ranks 1…). It lives for one
 transfer, under a rendezvous prefix that is never used again, so a torn transfer leaves nothing
 behind that a later one could trip over, and an engine that dies or freezes holds up only its own.
 Every call ends within the group's timeout. Data and rendezvous are plaintext on loopback.
 
-``open_group`` is the seam for other transports.
+    gloo      host memory to host memory
+    nccl      GPU memory to GPU memory, staged in buckets; written, not yet run on two GPUs
+    snapshot  chunks over ZeroMQ (``common/snapshot.py``)
 """
 
 from __future__ import annotations
 
 import secrets
 import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -26,25 +30,63 @@ _GO, _CANCELLED = b"go", b"cancelled"
 
 class Group(Protocol):
     def send(self, bucket: torch.Tensor) -> None:
-        """Rank 0: to all other ranks; returns when ``bucket`` may be overwritten."""
+        """Rank 0: to all other ranks. ``bucket`` must stand until they have said that they have everything."""
 
     def receive(self, bucket: torch.Tensor) -> None:
         """Other ranks: from rank 0; returns when ``bucket`` is full."""
+
+    def abort(self) -> None:
+        """From another thread: let a running call fail soon; at the latest it fails at the timeout."""
 
     def close(self) -> None:
         """Give up the connections; a peer that waits for this rank fails at once."""
 
 
+@dataclass(frozen=True)
+class Ticket:
+    """Where the workers of one engine meet the learner for one transfer."""
+
+    transport: str
+    host: str
+    port: int
+    prefix: str  # secret
+
+
+class Transport(Protocol):
+    """The learner's side of one way to carry weights."""
+
+    name: str
+
+    def announce(self, epoch: int, number: int) -> Ticket: ...
+
+    def open_group(self, ticket: Ticket, num_workers: int) -> Group:
+        """Let the workers that wait go on, and make the group with them. Raises WeightError."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """No group will be made: let the workers that wait give up."""
+
+    def close(self) -> None: ...
+
+
+MakeGroup = Callable[["TCPStore", Ticket, int, int, float], Group]  # store, ticket, rank, world size, timeout
+
+
+def new_prefix(epoch: int, number: int) -> str:
+    """A prefix that nobody can have used before, nor guess."""
+    return f"weights/{epoch}/{number}/{secrets.token_hex(16)}"
+
+
+# ---------------------------------------------------------------- gloo
 class GlooGroup:
     """A group over gloo, with point-to-point sends."""
 
-    def __init__(self, store: TCPStore, host: str, prefix: str, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, store: TCPStore, ticket: Ticket, rank: int, world_size: int, timeout_s: float) -> None:
         gloo: Any = ProcessGroupGloo  # its stub lacks most of it
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]  # else it listens where the host name points
+        options._devices = [gloo.create_device(hostname=ticket.host)]  # else it listens where the host name points
         options._timeout = timedelta(seconds=timeout_s)
         self._peers = range(1, world_size)
-        self._group: Any = gloo(PrefixStore(prefix, store), rank, world_size, options)
+        self._group: Any = gloo(PrefixStore(ticket.prefix, store), rank, world_size, options)
 
     def send(self, bucket: torch.Tensor) -> None:
         group = self._open()
@@ -53,6 +95,9 @@ class GlooGroup:
 
     def receive(self, bucket: torch.Tensor) -> None:
         self._open().recv([bucket], 0, 0).wait()
+
+    def abort(self) -> None:
+        """gloo cannot be interrupted; each call has its timeout."""
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -64,74 +109,157 @@ class GlooGroup:
             raise WeightError("the group is closed")
         return self._group
 
-    def __enter__(self) -> GlooGroup:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+# ---------------------------------------------------------------- NCCL
+class NcclGroup:
+    """A group over NCCL. Buckets pass through one device buffer on each side; host memory holds the version.
+
+    NCCL's own calls have no timeout, and some block in C (the first one makes the communicator), so
+    each runs under a watchdog: a timer thread that aborts the communicator.
+    """
+
+    def __init__(
+        self,
+        store: TCPStore,
+        ticket: Ticket,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        *,
+        communicator: Any = None,
+        device: str = "cuda",
+    ) -> None:
+        """communicator: has ``broadcast``, ``abort`` and ``shutdown`` of ``ProcessGroupNCCL``; made here by default."""
+        self._timeout_s, self._device = timeout_s, torch.device(device)
+        self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._aborted = False
+        self._lock = threading.Lock()
+        if communicator is None:
+            from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]
+
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            nccl: Any = ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            communicator = nccl(PrefixStore(ticket.prefix, store), rank, world_size, options)
+        self._communicator: Any = communicator
+
+    def send(self, bucket: torch.Tensor) -> None:
+        staged = self._room_for(bucket)
+        staged.copy_(bucket)
+        self._broadcast(staged)
+
+    def receive(self, bucket: torch.Tensor) -> None:
+        staged = self._room_for(bucket)
+        self._broadcast(staged)
+        bucket.copy_(staged)  # waits for the stream
+
+    def _room_for(self, bucket: torch.Tensor) -> torch.Tensor:
+        if self._staging.numel() < bucket.numel():
+            self._staging = torch.empty(bucket.numel(), dtype=torch.uint8, device=self._device)
+        return self._staging[: bucket.numel()]
+
+    def _broadcast(self, staged: torch.Tensor) -> None:
+        watchdog = threading.Timer(self._timeout_s, self.abort)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            with self._lock:
+                if self._communicator is None:
+                    raise WeightError("the group is closed")
+                communicator = self._communicator
+            communicator.broadcast([staged], 0).wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # `wait` only orders streams
+        except RuntimeError as e:
+            raise WeightError(f"NCCL: {first_line(e)}") from None
+        finally:
+            watchdog.cancel()
+        if self._aborted:  # an aborted operation may look complete
+            raise WeightError(f"NCCL: aborted, by the watchdog after {self._timeout_s:g} s or on demand")
+
+    def abort(self) -> None:
+        self._aborted = True
+        with self._lock:
+            communicator = self._communicator
+        if communicator is not None:
+            communicator.abort()
+
+    def close(self) -> None:
+        with self._lock:
+            communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()  # `shutdown` would wait for peers that may be gone
 
 
-class Rendezvous:
+# ---------------------------------------------------------------- rendezvous of both
+class StoreTransport:
     """The learner's side: a key-value store on loopback where the ranks of a group find one another."""
 
-    def __init__(self, host: str, *, timeout_s: float) -> None:
-        self.host = host
-        self._timeout_s = timeout_s
+    def __init__(self, host: str, *, timeout_s: float, name: str = "gloo") -> None:
+        self.name, self._host, self._timeout_s = name, host, timeout_s
         listener = socket.create_server((host, 0), backlog=512)
-        self.port: int = listener.getsockname()[1]
+        self._port: int = listener.getsockname()[1]
         # TCPStore itself would listen on all interfaces; it takes over the descriptor.
         self._server: TCPStore | None = TCPStore(
-            host, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+            host, self._port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listener.detach(),
         )  # fmt: skip
 
-    @staticmethod
-    def new_prefix(epoch: int, number: int) -> str:
-        """A prefix that nobody can have used before, nor guess."""
-        return f"weights/{epoch}/{number}/{secrets.token_hex(16)}"
+    def announce(self, epoch: int, number: int) -> Ticket:
+        return Ticket(self.name, self._host, self._port, new_prefix(epoch, number))
 
-    def open_group(self, prefix: str, num_workers: int) -> GlooGroup:
-        """Let the workers that wait at ``prefix`` go on, and make the group with them.
+    def open_group(self, ticket: Ticket, num_workers: int) -> Group:
+        """Let the workers that wait go on, and make the group with them.
 
         Each caller has its own connection to the store: a wait holds the connection.
 
         Raises:
             WeightError: they did not come within the timeout.
         """
-        store = _connect(self.host, self.port, self._timeout_s)
+        store = _connect(ticket, self._timeout_s)
         try:
-            store.set(prefix, _GO.decode())
-            return GlooGroup(store, self.host, prefix, 0, 1 + num_workers, self._timeout_s)
+            store.set(ticket.prefix, _GO.decode())
+            return _GROUPS[ticket.transport](store, ticket, 0, 1 + num_workers, self._timeout_s)
         except RuntimeError as e:
             raise WeightError(f"no group: {first_line(e)}") from None
 
-    def cancel(self, prefix: str) -> None:
-        """Let the workers that wait at ``prefix`` give up at once."""
+    def cancel(self, ticket: Ticket) -> None:
         if self._server is not None:
-            self._server.set(prefix, _CANCELLED.decode())
+            self._server.set(ticket.prefix, _CANCELLED.decode())
 
     def close(self) -> None:
         self._server = None
 
 
-def join_group(host: str, port: int, prefix: str, *, rank: int, world_size: int, timeout_s: float) -> GlooGroup:
-    """A worker's side: wait until the learner says go, then make the group.
+_GROUPS: dict[str, MakeGroup] = {"gloo": GlooGroup, "nccl": NcclGroup}
+
+
+def join_group(ticket: Ticket, *, rank: int, world_size: int, timeout_s: float) -> Group:
+    """A worker's side, whatever the transport: wait until the learner says go, then make the group.
 
     Raises:
         WeightError: cancelled, or the learner is gone or did not come within the timeout.
     """
+    if ticket.transport == "snapshot":
+        from common.snapshot import pull
+
+        return pull(ticket, rank=rank, timeout_s=timeout_s)
+    if ticket.transport not in _GROUPS:
+        raise WeightError(f"transport {ticket.transport}: not known here; run the same Leeway everywhere")
     try:
-        store = _connect(host, port, timeout_s)
-        store.wait([prefix], timedelta(seconds=timeout_s))
-        if store.get(prefix) != _GO:
+        store = _connect(ticket, timeout_s)
+        store.wait([ticket.prefix], timedelta(seconds=timeout_s))
+        if store.get(ticket.prefix) != _GO:
             raise WeightError("the learner cancelled the transfer")
-        return GlooGroup(store, host, prefix, rank, world_size, timeout_s)
+        return _GROUPS[ticket.transport](store, ticket, rank, world_size, timeout_s)
     except RuntimeError as e:
-        raise WeightError(f"no group with the learner at {host}:{port}: {first_line(e)}") from None
+        raise WeightError(f"no group with the learner at {ticket.host}:{ticket.port}: {first_line(e)}") from None
 
 
-def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+def _connect(ticket: Ticket, timeout_s: float) -> TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(ticket.host, ticket.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.errors import WeightError
+from common.memory import refuse_what_does_not_fit
 from common.wire import pack, unpack
 
 ALIGNMENT = 64  # bytes; a view of any dtype may start there
@@ -163,15 +165,29 @@ def _rows(m: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 class HostBuffer:
     """The bytes of one version in host memory. The buffer is kept when the next version has the same size."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path | None = None) -> None:
+        """file: where the bytes lie, shared with other processes of this host (in /dev/shm); default: here alone."""
         self.manifest: Manifest | None = None
         self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._file = file
 
     def prepare(self, manifest: Manifest) -> None:
-        """Make room for ``manifest``; the contents are then undefined."""
+        """Make room for ``manifest``; the contents are then undefined, or, in a file, what the file has.
+
+        Raises:
+            WeightError: there is not so much memory.
+        """
         if self.bytes.numel() != manifest.total_bytes:
-            self.bytes = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+            self.bytes = self._allocate(manifest.total_bytes)
         self.manifest = manifest
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        if self._file is None:
+            refuse_what_does_not_fit("one version of the weights", size - self.bytes.numel())
+            return torch.zeros(size, dtype=torch.uint8)
+        if not self._file.exists() or self._file.stat().st_size != size:
+            refuse_what_does_not_fit("one version of the weights", size, self._file.parent)
+        return torch.from_file(str(self._file), shared=True, size=size, dtype=torch.uint8)
 
     def bucket(self, index: int) -> torch.Tensor:
         """[bytes] uint8, a view."""

@@ -107,6 +107,7 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
 # The learner's control socket (weights). `number` names one transfer to one engine.
 CONTROL_OPS: dict[str, dict[str, Any]] = {
     # engine -> learner
+    # `num_workers`: how many of its workers receive (one does for all that share its memory)
     "hello": {"run": str, "name": str, "incarnation": str, "version": int, "num_workers": int},
     "beat": {"version": int, "state": str},
     "prepared": {"number": int},
@@ -124,13 +125,26 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
     # payload: the manifest. Ranks of the engine's workers: rank, rank + 1, …
     "prepare": {
         "epoch": int, "version": int, "number": int, "rank": int, "world_size": int,
-        "store_host": str, "store_port": int, "prefix": str, "timeout_s": float,
+        "transport": str, "host": str, "port": int, "prefix": str, "timeout_s": float,
     },
     # payload: the canary, if this load is to be proven
     "swap": {"number": int, "version": int},
     "abort": {"number": int, "reason": str},
     "refused": {"re": str, "reason": str, "detail": str},
 }  # fmt: skip
+
+# A snapshot: the learner's socket of one transfer (ROUTER) and the workers of the engine (DEALER).
+SNAPSHOT_OPS: dict[str, dict[str, Any]] = {
+    # worker -> learner: shows the secret that came with `prepare`; then one credit for each chunk taken
+    "pull": {"prefix": str},
+    "credit": {"count": int},
+    "bye": {},
+    # learner -> worker
+    "go": {},
+    # payload: the next `size` bytes of the version
+    "chunk": {"size": int},
+    "end": {},
+}
 
 # A worker inside the engine -> its generator (a local socket).
 WORKER_OPS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@
 
 import sys
 
-from common.roles import Role, run_role
+from common.roles import Role, end_process, run_role
 from generators.fleet import run_fleet
 
 
@@ -11,4 +11,4 @@ def main(role: Role) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_role(main, "generator"))
+    end_process(run_role(main, "generator"))

@@ -63,7 +63,7 @@ class Engine:
     def __init__(self, llm: Any, folder: Path, mailbox: Mailbox, config: Config) -> None:
         self.version = -1
         self.mailbox = mailbox  # events of the workers; `generators/member.py` reads it
-        self.num_workers: int = config.rollout.tensor_model_parallel_size
+        self.shared = "" if config.rollout.tensor_model_parallel_size == 1 else str(_shared_file(folder))
         self._llm = llm
         self._folder = folder
         self._recompute_kv = config.rollout.recompute_kv
@@ -116,6 +116,9 @@ class Engine:
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
         self.mailbox.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self.shared:
+            for file in Path(self.shared).parent.glob(f"{Path(self.shared).stem}.*"):
+                file.unlink(missing_ok=True)
 
     @property
     def dead(self) -> bool:
@@ -308,6 +311,8 @@ class Engine:
         difference = -1.0 if canary is None else await self._prove(canary, timeout_s)
         self.version = version
         self._trusted.set()
+        if self.shared:  # all workers look into it by now; without a name it cannot outlive them
+            Path(self.shared).unlink(missing_ok=True)
         return Swapped(pause_s, difference)
 
     async def _prove(self, canary: Canary, timeout_s: float) -> float:
@@ -360,6 +365,12 @@ def _spans(stamped: Any, num_tokens: int, request_id: str) -> list[tuple[int, in
     if not all(v.isdecimal() for v, _, _ in spans) or not spans or spans[-1][2] != num_tokens:
         raise EngineError(f"request {request_id}: the engine stamped {spans} on {num_tokens} tokens")
     return [(int(v), start, end) for v, start, end in spans if end > start]
+
+
+def _shared_file(folder: Path) -> Path:
+    """In memory, where there is such a place; one name for each engine."""
+    shm = Path("/dev/shm")
+    return (shm if shm.is_dir() else folder) / f"{folder.name}.weights"
 
 
 # ---------------------------------------------------------------- starting vLLM

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import threading
 import time
 import zlib
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 from common.control import Control
 from common.errors import DeadlineError, EngineError, Stopped
-from common.roles import Role, run_role
+from common.roles import Role, end_process, run_role
 from generators.engine import Engine
 from generators.environments import load_environment
 from generators.generator import Generator
@@ -146,4 +145,4 @@ def main(role: Role) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_role(main, "generator"))
+    end_process(run_role(main, "generator"))

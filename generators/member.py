@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.canary import Canary
@@ -35,8 +35,8 @@ class SwappableEngine(Protocol):
     """What this file needs of ``generators/engine.py``."""
 
     version: int
-    num_workers: int
     mailbox: Mailbox
+    shared: str  # file in which its workers share what is staged; empty: it has one worker
 
     @property
     def dead(self) -> bool: ...
@@ -60,7 +60,7 @@ class _Transfer:
 
     number: int
     version: int
-    staged: set[int] = field(default_factory=set)  # workers that have it
+    staged: bool = False
 
 
 class Member:
@@ -128,10 +128,8 @@ class Member:
             identity = f"{self._name}/{self._incarnation}/{self._num_connections}"
             self._line = AsyncDealer(address, identity.encode())
             self.state = f"greets the learner at {address}"
-            try:
-                await self._talk(address, self._line)
-            finally:
-                self._hang_up()
+            await self._talk(address, self._line)
+            self._hang_up()  # at the end `run` does, with a goodbye
 
     async def _talk(self, address: str, line: AsyncDealer) -> None:
         """Until the registry names another learner, or this one stays silent."""
@@ -161,7 +159,7 @@ class Member:
     def _hello(self) -> None:
         self._send(
             "hello", run=self._run_id, name=self._name, incarnation=self._incarnation,
-            version=self.engine.version, num_workers=self.engine.num_workers,
+            version=self.engine.version, num_workers=1,
         )  # fmt: skip
 
     def _beat(self) -> None:
@@ -227,15 +225,16 @@ class Member:
             self.state = f"stages version {transfer.version}"
             await self.engine.rpc(
                 "stage", number=transfer.number, version=transfer.version, manifest=payload[0],
-                host=fields["store_host"], port=fields["store_port"], prefix=fields["prefix"], rank=fields["rank"],
+                ticket=[fields[name] for name in ("transport", "host", "port", "prefix")], rank=fields["rank"],
                 world_size=fields["world_size"], timeout_s=fields["timeout_s"], mailbox=self.engine.mailbox.address,
+                shared=self.engine.shared,
             )  # fmt: skip
             self._send("prepared", number=transfer.number)
 
     async def _swap(self, number: int, version: int, payload: list[bytes]) -> None:
         async with self._work:
             transfer = self._transfer
-            if transfer is None or transfer.number != number or len(transfer.staged) < self.engine.num_workers:
+            if transfer is None or transfer.number != number or not transfer.staged:
                 return
             failpoint("member.swap")
             canary = Canary.decode(payload[0]) if payload else None
@@ -281,11 +280,10 @@ class Member:
             if op == "failed":
                 self._give_up(transfer, f"worker {fields['worker']}: {fields['reason']}")
                 continue
-            transfer.staged.add(fields["worker"])
-            if len(transfer.staged) == self.engine.num_workers:
-                failpoint("member.staged")
-                self.state = f"has staged version {transfer.version}"
-                self._send("staged", number=transfer.number, digest=fields["digest"])
+            transfer.staged = True
+            failpoint("member.staged")
+            self.state = f"has staged version {transfer.version}"
+            self._send("staged", number=transfer.number, digest=fields["digest"])
 
     def _give_up(self, transfer: _Transfer, reason: str) -> None:
         """Tell the learner; the engine goes on with the weights it has."""

@@ -121,11 +121,11 @@ class WorkerExtension:
 
     _staging: Staging | None = None
 
-    def stage(self, *, mailbox: str, **transfer: Any) -> None:
+    def stage(self, *, mailbox: str, shared: str, **transfer: Any) -> None:
         """Start to receive a version (``Staging.begin``); events go to ``mailbox``."""
         failpoint("worker.stage")
         if self._staging is None:
-            self._staging = Staging(worker=self.rank)
+            self._staging = Staging(worker=self.rank, shared=shared)
         self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
 
     def load_staged(self, *, version: int) -> str | None:

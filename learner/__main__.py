@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
-from common.roles import Role, run_role
+from common.roles import Role, end_process, run_role
 
 
 def main(role: Role) -> int:
@@ -23,4 +22,4 @@ def main(role: Role) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_role(main, "learner"))
+    end_process(run_role(main, "learner"))

@@ -21,8 +21,9 @@ from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
 from common.failpoints import failpoint
+from common.snapshot import SnapshotTransport
 from common.sockets import Router
-from common.transfer import Rendezvous, first_line
+from common.transfer import Group, StoreTransport, Ticket, Transport, first_line
 from common.weights import HostBuffer, Manifest, copy_out, encode_manifest, with_digests
 from common.wire import CONTROL_OPS, decode, encode
 from learner import roster
@@ -51,8 +52,9 @@ class _Version:
 
 @dataclass(eq=False)
 class _Transfer:
-    prefix: str
+    ticket: Ticket
     weights: _Version
+    group: Group | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     started: bool = False
 
@@ -81,7 +83,10 @@ class Publisher:
         self._lock = threading.RLock()  # guards all below; held for moments only
         self._changed = threading.Condition(self._lock)
         # No number is used by two learners of a run.
-        self._roster = Roster(run_id=run_id, epoch=epoch, timeout_s=config.timeout_s, next_number=epoch << 32)
+        self._roster = Roster(
+            run_id=run_id, epoch=epoch, timeout_s=config.timeout_s, next_number=epoch << 32,
+            transport="gloo" if config.transport == "auto" else config.transport,
+        )  # fmt: skip
         self._canary: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary] | None = None
         self._layout: Manifest | None = None
         self._newest: _Version | None = None  # complete, with digests
@@ -93,7 +98,11 @@ class Publisher:
         self._error: Exception | None = None
         self._closing = self._ended = False
         self._events: queue.SimpleQueue[Callable[[float], list[Action]]] = queue.SimpleQueue()
-        self._rendezvous = Rendezvous(host, timeout_s=config.timeout_s)
+        self._transports: dict[str, Transport] = {
+            "snapshot": SnapshotTransport(host, timeout_s=config.timeout_s),
+        }
+        if (name := self._roster.transport) != "snapshot":
+            self._transports[name] = StoreTransport(host, timeout_s=config.timeout_s, name=name)
         self._router = Router(host)
         self._waker = self._router.waker()
         self.address: str = self._router.address
@@ -311,7 +320,7 @@ class Publisher:
             elif isinstance(action, roster.Swap):
                 self._swap(action)
             elif isinstance(action, roster.End):
-                self._end_transfer(action.number)
+                self._end_transfer(action.number, staged=action.staged)
             elif self._on_event is not None:
                 self._on_event(action.text)
             else:
@@ -324,13 +333,13 @@ class Publisher:
     def _prepare(self, action: roster.Prepare) -> None:
         weights = self._newest
         assert weights is not None and weights.version == action.version
-        prefix = self._rendezvous.new_prefix(self._epoch, action.number)
-        self._transfers[action.number] = _Transfer(prefix, weights)
+        ticket = self._transports[action.transport].announce(self._epoch, action.number)
+        self._transfers[action.number] = _Transfer(ticket, weights)
         weights.users += 1
         frames = encode(
             "prepare", weights.encoded,
             epoch=self._epoch, version=action.version, number=action.number, rank=1, world_size=1 + action.num_workers,
-            store_host=self._rendezvous.host, store_port=self._rendezvous.port, prefix=prefix,
+            transport=ticket.transport, host=ticket.host, port=ticket.port, prefix=ticket.prefix,
             timeout_s=self._config.timeout_s,
         )  # fmt: skip
         failpoint("publish.prepare")
@@ -347,14 +356,16 @@ class Publisher:
         name = f"weights-to-{action.name}"
         threading.Thread(target=self._stream, args=(action, transfer), name=name, daemon=True).start()
 
-    def _end_transfer(self, number: int) -> None:
+    def _end_transfer(self, number: int, *, staged: bool) -> None:
         transfer = self._transfers.pop(number, None)
         if transfer is None:
             return
         transfer.ended.set()
         if not transfer.started:
-            self._rendezvous.cancel(transfer.prefix)
+            self._transports[transfer.ticket.transport].cancel(transfer.ticket)
             self._release(transfer.weights)
+        elif not staged and transfer.group is not None:
+            transfer.group.abort()
 
     # ------------------------------------------------------------ one transfer, in its own thread
     def _stream(self, action: roster.Start, transfer: _Transfer) -> None:
@@ -363,7 +374,8 @@ class Publisher:
             if action.prove:
                 self._make_canary(transfer.weights)
             failpoint("publish.group")
-            group = self._rendezvous.open_group(transfer.prefix, action.num_workers)
+            transport = self._transports[transfer.ticket.transport]
+            transfer.group = group = transport.open_group(transfer.ticket, action.num_workers)
             manifest = transfer.weights.buffer.manifest
             assert manifest is not None
             for index in range(manifest.num_buckets):
@@ -372,7 +384,7 @@ class Publisher:
                     return
                 try:
                     group.send(transfer.weights.buffer.bucket(index))
-                except RuntimeError as e:
+                except (RuntimeError, WeightError) as e:
                     raise WeightError(f"bucket {index} of {manifest.num_buckets}: {first_line(e)}") from None
             self._post(lambda now: self._roster.sent(action.number, now))
             # Closing before the engine has all would cut off what is still on its way.
@@ -420,7 +432,8 @@ class Publisher:
         with self._changed:
             self._closing = self._ended = True
             for number in list(self._transfers):
-                self._end_transfer(number)
+                self._end_transfer(number, staged=False)
             self._router.close()
-            self._rendezvous.close()
+            for transport in self._transports.values():
+                transport.close()
             self._changed.notify_all()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REST_S = 0.25  # after a failure a member rests this long, doubled each time, at most the timeout
+MAX_GROUP_FAILURES = 3  # who failed so often in a row by the usual transport gets snapshots until it joins anew
 MAX_DISPROOFS = 3  # an engine that computes something else after so many loads is sent away
 MAX_SENDING = 10  # a whole transfer may take so many times the timeout, which is the limit of each bucket
 TRANSFER_STATES = ("preparing", "sending", "swapping")
@@ -37,6 +38,7 @@ class Prepare:
     number: int
     version: int
     num_workers: int
+    transport: str
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Member:
     prove: bool = False  # whether the load of its transfer is to be proven
     proven: int | None = None  # version of the last proof; None: the next load is to be proven
     disproofs: int = 0  # in a row
+    transport: str = ""  # of its transfer
+    group_failures: int = 0  # in a row, by the usual transport
 
 
 @dataclass
@@ -120,6 +124,7 @@ class Roster:
     run_id: str
     epoch: int
     timeout_s: float
+    transport: str = "gloo"  # the usual one
     version: int = -1  # newest one kept for sending
     digest: int = 0  # what an engine must answer when it has staged it
     ready: bool = True  # false while the newest version is being replaced in memory
@@ -187,6 +192,8 @@ class Roster:
         if not self._is_at(m, fields, "swapping"):
             return self.advance(now)
         m.state, m.failures, m.pause_s = "idle", 0, fields["pause_s"]
+        if m.transport == self.transport:
+            m.group_failures = 0
         if m.prove:
             m.proven, m.disproofs, self.figures.difference = m.sending, 0, fields["difference"]
         self.figures.transfers += 1
@@ -296,8 +303,14 @@ class Roster:
                 m.state, m.sending, m.digest = "preparing", self.version, self.digest
                 m.started, m.deadline = now, now + self.timeout_s
                 m.prove = self.proves and self._is_due(m)
-                actions.append(Prepare(m.peer, m.number, m.sending, m.num_workers))
+                m.transport = self._transport_for(m)
+                actions.append(Prepare(m.peer, m.number, m.sending, m.num_workers, m.transport))
         return actions
+
+    def _transport_for(self, m: Member) -> str:
+        """A snapshot for newcomers, after a failure, and for whom the usual transport never reaches."""
+        special = m.version < 0 or m.failures > 0 or m.group_failures >= MAX_GROUP_FAILURES
+        return "snapshot" if special else self.transport
 
     def _is_due(self, m: Member) -> bool:
         """A proof: at its first load here, after each fault, and every ``canary_every`` versions."""
@@ -314,6 +327,7 @@ class Roster:
         m.state, m.proven = "resting", None
         m.deadline = now + min(REST_S * 2**m.failures, self.timeout_s)
         m.failures += 1
+        m.group_failures += m.transport == self.transport
         return actions
 
     def _give_up(self, m: Member, reason: str, now: float) -> list[Action]:

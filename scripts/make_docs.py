@@ -100,6 +100,7 @@ def protocol_page() -> str:
         ("Broker and generators", "GENERATOR_OPS"),
         ("Broker and learner", "LEARNER_OPS"),
         ("Learner and engines: control of weights", "CONTROL_OPS"),
+        ("Learner and workers of an engine: a snapshot", "SNAPSHOT_OPS"),
     ):
         lines += ["", f"## {title}", *_ops(table)]
     lines += [

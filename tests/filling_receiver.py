@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -27,13 +29,13 @@ class Filling:
 
     def __init__(self, folder: str) -> None:
         self.version = -1
-        self.num_workers = 1
+        self.shared = ""
         self.dead = False
         self.mailbox = Mailbox(f"{folder}/events")
         self.tensors: dict[str, Any] = {}
         self._staging = Staging(worker=0)
 
-    async def rpc(self, method: str, *, mailbox: str, **transfer: Any) -> list[Any]:
+    async def rpc(self, method: str, *, mailbox: str, shared: str, **transfer: Any) -> list[Any]:
         assert method == "stage"
         self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
         return [None]
@@ -62,7 +64,11 @@ async def main(name: str, address_file: str) -> None:
             engine=engine, run_id="run", name=name, incarnation=str(os.getpid()), lookup_address=lookup, on_version=held
         )
         print(json.dumps({"ready": os.getpid()}), flush=True)
-        await member.run()
+        me = asyncio.current_task()
+        assert me is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)  # as a generator: it leaves
+        with contextlib.suppress(asyncio.CancelledError):
+            await member.run()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from generators.member import Member
 from learner.canary import CanaryForward
 from learner.publish import Publisher
 from tests import models
+from tests.system.test_publish import until
 
 pytestmark = pytest.mark.engine
 
@@ -41,7 +42,7 @@ CONFIG = Config.model_validate(
 class Bench:
     """An engine and its membership in a loop of their own thread; the publisher is used from the test."""
 
-    def __init__(self, folder: Path, weights: Weights = WEIGHTS) -> None:
+    def __init__(self, folder: Path, weights: Weights = WEIGHTS, config: Config = CONFIG) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.notes: list[str] = []
@@ -49,7 +50,7 @@ class Bench:
         self.publisher.prove_with(CanaryForward(models.tiny_model(), dtype="float32", max_tokens=100))
         start = time.monotonic()
         self.engine: Engine = self.run(
-            Engine.start(model_path=str(models.write_folder(folder / "model")), config=CONFIG, seed=1)
+            Engine.start(model_path=str(models.write_folder(folder / "model")), config=config, seed=1), 240
         )
         self.start_s = time.monotonic() - start
         self.member = self.run(self._join())
@@ -188,20 +189,20 @@ def test_a_torn_transfer_changes_nothing(bench: Bench) -> None:
 
     async def tear() -> None:
         """Stage half a version: the learner's end closes after three buckets."""
-        from common.transfer import Rendezvous
+        from common.transfer import StoreTransport
         from common.weights import HostBuffer, copy_out, encode_manifest, with_digests
 
         buffer = HostBuffer()
         copy_out(models.tiny_model(21).named_parameters(), buffer, bucket_bytes=WEIGHTS.bucket_bytes)
         manifest = with_digests(buffer)
-        rendezvous = Rendezvous("127.0.0.1", timeout_s=3)
-        prefix = rendezvous.new_prefix(1, 99)
+        rendezvous = StoreTransport("127.0.0.1", timeout_s=3)
+        ticket = rendezvous.announce(1, 99)
         await bench.engine.rpc(
-            "stage", number=99, version=held + 1, manifest=encode_manifest(manifest), host="127.0.0.1",
-            port=rendezvous.port, prefix=prefix, rank=1, world_size=2, timeout_s=3.0,
-            mailbox=bench.engine.mailbox.address,
+            "stage", number=99, version=held + 1, manifest=encode_manifest(manifest), rank=1, world_size=2,
+            ticket=[ticket.transport, ticket.host, ticket.port, ticket.prefix], timeout_s=3.0,
+            mailbox=bench.engine.mailbox.address, shared="",
         )  # fmt: skip
-        group = await asyncio.to_thread(rendezvous.open_group, prefix, 1)
+        group = await asyncio.to_thread(rendezvous.open_group, ticket, 1)
         for index in range(3):
             asked.append(index)
             await asyncio.to_thread(group.send, buffer.bucket(index))
@@ -253,17 +254,27 @@ def test_all_sockets_are_on_loopback(bench: Bench) -> None:
 
 # ---------------------------------------------------------------- engines of their own
 @pytest.mark.soak
-def test_without_the_repair_the_tied_head_is_seen_to_be_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import generators.engine
-
-    usual = generators.engine._engine_args
-    broken = {"worker_extension_cls": "tests.stale_head.WorkerExtension"}
-    monkeypatch.setattr(generators.engine, "_engine_args", lambda *args: usual(*args) | broken)
-    b = Bench(tmp_path)
+def test_tokens_on_stale_keys_and_values_are_stamped_by_the_older_version(tmp_path: Path) -> None:
+    """`rollout.recompute_kv=false`: requests in flight keep the KV of the weights that made it."""
+    tree = CONFIG.model_dump()
+    tree["rollout"]["recompute_kv"] = False
+    b = Bench(tmp_path, config=Config.model_validate(tree))
     try:
-        b.push(1)
-        model = b.push(2)
-        assert largest_difference(model, b.run(b.sample(40))) > 0.1
+        before = b.push(1)
+        running = asyncio.run_coroutine_threadsafe(b.sample_many(64, 300), b.loop)
+        until(lambda: len(b.engine._running) == 64, 10, "the requests")
+        after = b.push(2)
+        completions = running.result(60)
+        ends = {len(c.response_ids): c for c in completions}
+        longest = ends[max(ends)]
+        for c in completions:
+            assert c.spans == [(0, 0, len(c.response_ids))]  # never the new version's, whose KV they do not have
+        tail = (len(longest.response_ids) - 20, len(longest.response_ids))
+        assert largest_difference(before, longest, (0, 3)) < 1e-4
+        assert largest_difference(after, longest, tail) > 1e-3  # neither the one
+        assert largest_difference(before, longest, tail) > 1e-3  # nor the other
+        fresh = b.run(b.sample(20))
+        assert fresh.spans == [(1, 0, len(fresh.response_ids))] and largest_difference(after, fresh) < 1e-4
     finally:
         b.close()
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +140,24 @@ def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> N
     assert a.wait_held(4) == [1, 2, 4] and b.wait_held(4) == [1, 2, 4]
     c = bench.receiver("c")
     assert c.wait_held(4) == [4]
+    publisher.wait_held(4, timeout_s=5, minimum=3)  # until the learner has heard so
     assert {m.name: m.version for m in publisher.members()} == {"a": 4, "b": 4, "c": 4}
     assert publisher.stats()["weights/transfers"] == 9
     for process in (os.getpid(), a.process.pid):  # control socket, rendezvous, groups
         listening = [s for s in psutil.Process(process).net_connections("inet") if s.status == psutil.CONN_LISTEN]
         assert {s.laddr.ip for s in listening} <= {"127.0.0.1"}
+
+
+def test_everything_by_snapshots(bench: Bench) -> None:
+    publisher = bench.publisher(config=CONFIG.model_copy(update={"transport": "snapshot"}))
+    a, b = bench.receiver("a"), bench.receiver("b", "staging.bucket:5:stop")
+    for version in range(4):
+        publisher.publish(version, weights_of(version))
+        a.wait_held(version)
+    publisher.wait_held(3, timeout_s=3 * TIMEOUT_S)  # the frozen one is left out
+    assert {m.name: m.transport for m in publisher.members()} == {"a": "snapshot"}
+    b.send_signal(signal.SIGCONT)
+    assert b.wait_held(3)[-1] == 3
 
 
 def test_newer_supersedes_and_versions_never_mix(bench: Bench) -> None:
@@ -158,15 +171,23 @@ def test_newer_supersedes_and_versions_never_mix(bench: Bench) -> None:
         publisher.publish(29, weights_of(29))
 
 
-POINTS = ("member.prepare", "staging.bucket:1", "staging.bucket:5", "staging.bucket:10", "staging.staged")
+BUCKETS = range(1, NUM_BUCKETS + 1)
+POINTS = ("member.prepare", *(f"staging.bucket:{i}" for i in BUCKETS), "staging.staged")
 POINTS += ("member.staged", "member.swap", "member.held")
 FAULTS = [(point, action) for point in POINTS for action in ("kill", "stop")]
-SAMPLE = random.Random(5).sample(FAULTS, 3)
+LEARNER_POINTS = ["publish.prepare:2", "publish.group:2", *(f"publish.bucket:{NUM_BUCKETS + i}" for i in BUCKETS)]
 
 
-@pytest.mark.parametrize(
-    ("point", "action"), [pytest.param(*f, marks=() if f in SAMPLE else pytest.mark.soak) for f in FAULTS]
-)
+def sampled(cases: Sequence[Any], count: int) -> list[Any]:
+    """All cases as parameters, of which all but a seeded sample are for ``make soak``."""
+    chosen = random.Random(5).sample(list(cases), count)
+    return [
+        pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=() if c in chosen else pytest.mark.soak)
+        for c in cases
+    ]
+
+
+@pytest.mark.parametrize(("point", "action"), sampled(FAULTS, 3))
 def test_a_member_that_dies_or_freezes_holds_up_nobody(bench: Bench, point: str, action: str) -> None:
     publisher = bench.publisher()
     a, bad = bench.receiver("a"), bench.receiver("bad", f"{point}:{action}")
@@ -175,6 +196,7 @@ def test_a_member_that_dies_or_freezes_holds_up_nobody(bench: Bench, point: str,
     publisher.publish(0, weights_of(0))
     a.wait_held(0, TIMEOUT_S)  # at once: it does not even wait for the timeout
     publisher.publish(1, weights_of(1))
+    assert time.monotonic() - start < TIMEOUT_S  # nor does the learner
     a.wait_held(1, TIMEOUT_S)
     publisher.wait_held(1, timeout_s=3 * TIMEOUT_S)  # the other one is left out, and named
     assert time.monotonic() - start < 2.5 * TIMEOUT_S
@@ -195,6 +217,11 @@ def test_a_torn_transfer_changes_nothing_and_is_sent_again(bench: Bench) -> None
     a.wait_held(0)
     publisher.publish(1, weights_of(1))
     assert a.wait_held(1) == [1]
+    publisher.wait_held(1, timeout_s=5)
+    assert [m.transport for m in publisher.members()] == ["snapshot"]  # after a failure
+    publisher.publish(2, weights_of(2))
+    assert a.wait_held(2) == [2]
+    assert [m.transport for m in publisher.members()] == ["gloo"]
     assert "a" in bench.wait_note("version 1 not delivered", 5)
     assert "failpoint staging.bucket" in bench.wait_note("failpoint", 5)
 
@@ -206,8 +233,10 @@ def test_another_model_is_refused_by_tensor_name(bench: Bench) -> None:
     a.wait_held(0)
     publisher.publish(1, [(n, t) for n, t in weights_of(1) if n != "layer.4"])
     assert "tensor layer.4: nothing is sent, float32 [127, 129] was before" in bench.wait_note("layer.4", 5)
-    publisher.publish(2, weights_of(2))
-    assert a.wait_held(2) == [2]
+    publisher.publish(2, [(n, t.bfloat16()) for n, t in weights_of(2)])
+    assert "tensor layer.0: bfloat16 [127, 129] is sent, float32 [127, 129]" in bench.wait_note("bfloat16", 5)
+    publisher.publish(3, weights_of(3))
+    assert a.wait_held(3) == [3]
 
 
 def test_a_changed_byte_is_found_by_its_tensor(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +300,40 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("point", ["publish.prepare:2", "publish.group:2", "publish.bucket:15"])
+@pytest.mark.parametrize("index", sampled(BUCKETS, 1))
+def test_joining_while_a_transfer_runs(bench: Bench, index: int) -> None:
+    publisher = bench.publisher()
+    a = bench.receiver("a", f"staging.bucket:{index}:stop")
+    until(lambda: publisher.members(), 5, "the member")
+    address = bench.file.read_text()
+    bench.file.unlink()  # the next one waits for a learner in the registry
+    b = bench.receiver("b")
+    publisher.publish(0, weights_of(0))
+    until(lambda: psutil.Process(a.process.pid).status() == psutil.STATUS_STOPPED, 5, "the bucket")
+    bench.file.write_text(address)
+    b.wait_held(0, TIMEOUT_S)
+    a.send_signal(signal.SIGCONT)
+    assert a.wait_held(0)[-1] == 0
+    publisher.publish(1, weights_of(1))
+    publisher.wait_held(1, timeout_s=3 * TIMEOUT_S, minimum=2)
+
+
+@pytest.mark.parametrize("index", sampled(BUCKETS, 1))
+def test_leaving_while_a_transfer_runs(bench: Bench, index: int) -> None:
+    publisher = bench.publisher()
+    a, b = bench.receiver("a"), bench.receiver("b", f"staging.bucket:{index}:delay=0.3")
+    until(lambda: len(publisher.members()) == 2, 5, "both members")
+    publisher.publish(0, weights_of(0))
+    until(lambda: any(m.name == "b" and m.state == "sending" for m in publisher.members()), 5, "the transfer")
+    b.send_signal(signal.SIGTERM)
+    bench.wait_note("b left", TIMEOUT_S)
+    assert "b: version 0 not delivered: it left" in bench.notes
+    a.wait_held(0, TIMEOUT_S)
+    assert publisher.wait_held(0, timeout_s=TIMEOUT_S) == ["a"]
+    assert b.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("point", sampled(LEARNER_POINTS, 2))
 def test_the_learner_killed_in_a_transfer_is_replaced(bench: Bench, point: str) -> None:
     env = {**os.environ, "LEEWAY_FAILPOINT": f"{point}:kill", "OMP_NUM_THREADS": "1"}
     learner = subprocess.Popen([sys.executable, "-c", LEARNER, str(bench.file)], env=env)

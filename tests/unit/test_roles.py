@@ -3,6 +3,8 @@
 import json
 import logging
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -162,3 +164,20 @@ def test_where_the_run_is_must_be_said(capsys):
     assert run_role(lambda r: None, "broker", []) == 2
     error = capsys.readouterr().err
     assert "--redis-url: give the Redis of the run" in error and "--run-id: give the id of the run" in error
+
+
+def test_the_end_of_a_process_flushes_and_takes_no_interpreter_apart(tmp_path):
+    """What would run at a usual exit does not; what was written is there."""
+    code = f"""
+import atexit, logging, pathlib, sys
+from common import logs
+from common.roles import end_process
+log = logs.set_up("learner", pathlib.Path({str(tmp_path)!r}))
+atexit.register(lambda: print("apart"))
+log.info("last words")
+sys.stdout.write("unflushed")
+end_process(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "unflushed")
+    assert "last words" in done.stderr and "last words" in (tmp_path / "learner.log").read_text()

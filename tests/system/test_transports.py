@@ -1,0 +1,216 @@
+"""One suite for all ways to carry weights: the learner's end in this process, a worker's in another."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+from common.errors import WeightError
+from common.snapshot import SnapshotTransport
+from common.transfer import StoreTransport, Ticket, Transport
+
+TIMEOUT_S = 1.5
+NUM_BUCKETS, BUCKET_BYTES = 8, 3_000_000  # not a multiple of a chunk
+
+WORKER = """
+import sys, torch
+from common.processes import die_with_parent
+from common.transfer import Ticket, join_group
+die_with_parent()
+print("ready", flush=True)
+for line in sys.stdin:
+    word, *rest = line.split()
+    if word != "join":
+        print(line, end="", flush=True)
+        continue
+    name, rank, world_size, timeout_s, stop_after, host, port, prefix = rest
+    try:
+        group = join_group(
+            Ticket(name, host, int(port), prefix), rank=int(rank), world_size=int(world_size),
+            timeout_s=float(timeout_s)
+        )
+        for index in range(int(stop_after)):
+            bucket = torch.zeros({bytes}, dtype=torch.uint8)
+            group.receive(bucket)
+            print("bucket", index, int(bucket.long().sum()), bool((bucket == index + 1).all()), flush=True)
+        sys.stdin.readline()
+        group.close()
+    except Exception as e:
+        print("error", type(e).__name__, e, flush=True)
+"""
+
+
+class Worker:
+    """A process that joins when told, receives ``stop_after`` buckets, and holds the group until the next line."""
+
+    def __init__(self) -> None:
+        code = WORKER.replace("{bytes}", str(BUCKET_BYTES))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def join(self, ticket: Ticket, *, rank: int = 1, world_size: int = 2, stop_after: int = NUM_BUCKETS) -> None:
+        where = f"{ticket.host} {ticket.port} {ticket.prefix}"
+        self.say(f"join {ticket.transport} {rank} {world_size} {TIMEOUT_S} {stop_after} {where}")
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def next(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ends_its_work(self) -> bool:
+        """Make it fit for the next test, if it still lives."""
+        try:
+            self.say("close")
+            self.say("next")
+        except OSError:
+            return False
+        while (line := self.next()) != "next":
+            if not line:
+                return False
+        return True
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture(params=["gloo", "snapshot"])
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    made: Transport = (StoreTransport if request.param == "gloo" else SnapshotTransport)(
+        "127.0.0.1", timeout_s=TIMEOUT_S
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[Worker]]:
+    made: list[Worker] = []
+    yield made
+    for w in made:
+        w.close()
+
+
+@pytest.fixture
+def workers(pool: list[Worker]) -> Iterator[list[Worker]]:
+    """Two that live; a start costs seconds of imports."""
+    fresh = [Worker() for _ in range(2 - len(pool))]
+    pool += fresh
+    for w in fresh:
+        assert w.next() == "ready"
+    yield list(pool)
+    for w in list(pool):
+        w.process.send_signal(signal.SIGCONT)
+        if not w.ends_its_work():
+            w.close()
+            pool.remove(w)
+
+
+def bucket(index: int) -> torch.Tensor:
+    return torch.full((BUCKET_BYTES,), index + 1, dtype=torch.uint8)
+
+
+def test_two_workers_of_an_engine_get_all_buckets_in_order(transport: Transport, workers: list[Worker]) -> None:
+    ticket = transport.announce(1, 7)
+    for rank, w in enumerate(workers, 1):
+        w.join(ticket, rank=rank, world_size=3)
+    group = transport.open_group(ticket, 2)
+    buckets = [bucket(i) for i in range(NUM_BUCKETS)]
+    for b in buckets:
+        group.send(b)
+    for w in workers:
+        for i in range(NUM_BUCKETS):
+            assert w.next() == f"bucket {i} {(i + 1) * BUCKET_BYTES} True"
+    listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert listening and {c.laddr.ip for c in listening} == {"127.0.0.1"}
+    group.close()
+    group.close()  # twice does no harm
+    again = transport.announce(1, 8)  # and another group, as if nothing had been
+    assert again.prefix != ticket.prefix
+
+
+def test_a_frozen_worker_costs_one_timeout_and_a_dead_one_no_more(transport: Transport, workers: list[Worker]) -> None:
+    for w, action in zip(workers, (signal.SIGSTOP, signal.SIGKILL), strict=True):
+        ticket = transport.announce(1, 7)
+        w.join(ticket)
+        group = transport.open_group(ticket, 1)
+        group.send(bucket(0))
+        assert w.next().startswith("bucket 0")
+        w.process.send_signal(action)
+        start = time.monotonic()
+        with pytest.raises((RuntimeError, WeightError)):  # small sends may fit the socket's buffers
+            for i in range(1, 100):
+                group.send(bucket(i % 200))
+        assert time.monotonic() - start < TIMEOUT_S + 1.5
+        group.close()
+
+
+def test_a_worker_whose_learner_closes_fails_at_once(transport: Transport, workers: list[Worker]) -> None:
+    ticket = transport.announce(1, 7)
+    workers[0].join(ticket)
+    group = transport.open_group(ticket, 1)
+    group.send(bucket(0))
+    assert workers[0].next().startswith("bucket 0")
+    start = time.monotonic()
+    group.close()
+    assert workers[0].next().startswith("error ")
+    assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+def test_a_cancelled_transfer_lets_the_worker_go(transport: Transport, workers: list[Worker]) -> None:
+    ticket = transport.announce(1, 7)
+    workers[0].join(ticket)
+    start = time.monotonic()
+    transport.cancel(ticket)  # before it comes, or after
+    assert workers[0].next().startswith("error WeightError")
+    assert time.monotonic() - start < TIMEOUT_S + 1
+    ticket = transport.announce(1, 8)
+    workers[1].join(ticket, stop_after=1)
+    group = transport.open_group(ticket, 1)
+    group.send(bucket(0))
+    assert workers[1].next().startswith("bucket 0")
+    group.close()
+
+
+def test_who_does_not_come_and_who_is_not_waited_for(transport: Transport, workers: list[Worker]) -> None:
+    start = time.monotonic()
+    with pytest.raises(WeightError):
+        transport.open_group(transport.announce(1, 7), 1)
+    workers[0].join(transport.announce(1, 8))  # nobody says go
+    assert workers[0].next().startswith("error WeightError")
+    assert time.monotonic() - start < 2 * TIMEOUT_S + 3
+
+
+def test_a_snapshot_is_given_only_to_who_shows_the_secret(workers: list[Worker]) -> None:
+    transport = SnapshotTransport("127.0.0.1", timeout_s=TIMEOUT_S)
+    ticket = transport.announce(1, 7)
+    workers[0].join(Ticket(ticket.transport, ticket.host, ticket.port, "weights/1/7/guessed"))
+    with pytest.raises(WeightError, match=r"0 of 1 workers came"):
+        transport.open_group(ticket, 1)
+
+
+def test_abort_ends_a_waiting_send_from_another_thread(workers: list[Worker]) -> None:
+    transport = SnapshotTransport("127.0.0.1", timeout_s=30)
+    ticket = transport.announce(1, 7)
+    workers[0].join(ticket, stop_after=1)  # then it takes nothing more
+    group = transport.open_group(ticket, 1)
+    threading.Timer(0.5, group.abort).start()
+    start = time.monotonic()
+    with pytest.raises(WeightError, match="aborted"):
+        for i in range(20):
+            group.send(bucket(i))
+    assert time.monotonic() - start < 5
+    group.close()

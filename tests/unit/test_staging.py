@@ -1,0 +1,96 @@
+"""Staging without vLLM: one buffer for the workers of an engine, and what does not fit."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import common.memory
+from common.errors import WeightError
+from common.snapshot import SnapshotTransport
+from common.weights import HostBuffer, copy_out, encode_manifest, lay_out, with_digests
+from generators.staging import Staging
+
+TIMEOUT_S = 5.0
+
+
+class Engine:
+    """Two workers' stagings and the learner's end of their transfers."""
+
+    def __init__(self, folder: Path, num_workers: int = 2) -> None:
+        self.file = folder / "a.weights"
+        self.workers = [Staging(w, str(self.file) if num_workers > 1 else "") for w in range(num_workers)]
+        self.transport = SnapshotTransport("127.0.0.1", timeout_s=TIMEOUT_S)
+        self.events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        self.number = 0
+
+    def send(self, version: int, value: float, *, buckets: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Send a version, or only its first buckets; returns the first worker's event."""
+        buffer = HostBuffer()
+        copy_out([("w", torch.full((1000,), value)), ("b", torch.full((7,), value))], buffer, bucket_bytes=1024)
+        manifest = with_digests(buffer)
+        self.number += 1
+        ticket = self.transport.announce(1, self.number)
+        for worker in self.workers:
+            worker.begin(
+                number=self.number, version=version, manifest=encode_manifest(manifest), rank=1, world_size=2,
+                ticket=[ticket.transport, ticket.host, ticket.port, ticket.prefix], timeout_s=TIMEOUT_S,
+                post=lambda op, **fields: self.events.put((op, fields)),
+            )  # fmt: skip
+        group = self.transport.open_group(ticket, 1)
+        for index in range(manifest.num_buckets if buckets is None else buckets):
+            group.send(buffer.bucket(index))
+        if buckets is not None:
+            group.close()
+        event = self.events.get(timeout=TIMEOUT_S)
+        group.close()
+        return event
+
+
+def values(buffer: HostBuffer) -> set[float]:
+    return {x for _, t in buffer.tensors() for x in t.tolist()}
+
+
+def test_the_first_worker_receives_for_all(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    for version, value in ((0, 1.5), (3, 2.5)):
+        op, fields = engine.send(version, value)
+        assert (op, fields["worker"]) == ("staged", 0)
+        taken = [worker.take(version) for worker in engine.workers]
+        assert [values(t) for t in taken] == [{value}, {value}]
+        assert taken[0].bytes.data_ptr() != taken[1].bytes.data_ptr()  # two views of one file
+        taken[0].bytes[0] ^= 1
+        assert torch.equal(taken[0].bytes, taken[1].bytes)
+        engine.file.unlink(missing_ok=True)  # as the engine does once all have looked into it
+    assert engine.events.empty()
+
+
+def test_what_was_torn_no_worker_loads(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.send(0, 1.5)
+    for worker in engine.workers:
+        worker.take(0)
+    op, fields = engine.send(1, 2.5, buckets=2)
+    assert op == "failed" and fields["reason"].startswith("bucket 2 of 4: the learner ended the transfer")
+    for worker in engine.workers:
+        with pytest.raises(WeightError, match="version 1 is not staged here"):
+            worker.take(1)
+    assert engine.send(1, 3.5)[0] == "staged"
+    assert [values(worker.take(1)) for worker in engine.workers] == [{3.5}, {3.5}]
+
+
+def test_what_does_not_fit_is_refused_with_both_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = lay_out([("w", "float32", (30_000_000,))], 1 << 20)
+    monkeypatch.setattr(common.memory, "free_bytes", lambda folder=None: 90_000_000)
+    with pytest.raises(WeightError, match=r"needs 0\.12 GB of host memory, 0\.09 GB are free"):
+        HostBuffer().prepare(manifest)
+    with pytest.raises(WeightError, match=rf"needs 0\.12 GB in {tmp_path}, 0\.09 GB are free"):
+        HostBuffer(tmp_path / "w").prepare(manifest)
+    assert not (tmp_path / "w").exists()
+    monkeypatch.undo()
+    free = common.memory.free_bytes()
+    assert free is None or 1 << 20 < common.memory.free_bytes(tmp_path) <= 2 * free
