@@ -4,6 +4,9 @@ launch.py run CONFIG.yaml [more.yaml …] [a.b=c …]     everything on this hos
 launch.py broker|learner|generators …                 one role alone, in any order
 launch.py status|why|pause|resume|stop [RUN_DIR]      talk to a run
 launch.py set [RUN_DIR] a.b=c …                       change a run that goes on
+launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
+launch.py export RUN_DIR OUT.parquet                  write them to a file
+launch.py replay RUN_DIR|FILE [CONFIG.yaml] [a.b=c …] train on recorded rollouts, without generators
 launch.py config [CONFIG.yaml …] [a.b=c …]            check or print a config
 """
 
@@ -13,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,7 +25,7 @@ from common.config import HOST_KEYS, Config
 from common.errors import ConfigError, LeewayError, Stopped
 from common.limits import LIVE
 from common.loading import config_paths, load_config
-from common.preflight import checked_config
+from common.preflight import CONFIG_FILE, checked_config
 
 ROLE_VERBS = {"broker": "broker", "learner": "learner", "generators": "generator"}
 DESIRED_VERBS = {"pause": "paused", "resume": "running", "stop": "stopped"}
@@ -36,7 +40,10 @@ _SENTENCES = {
     "resume": "go on after `pause`",
     "set": "change what can be changed of a run that goes on",
     "stop": "end a run; the learner saves first",
+    "replay": "train on recorded rollouts, without broker and generators",
     "config": "check a config, or print it whole",
+    "export": "write a run's samples to a parquet file, with tokens, text, rewards, versions and fate",
+    "samples": "show a run's samples and what became of them, by an SQL condition",
 }
 
 
@@ -81,8 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(do=do)
         return made
 
-    for name, do in (("run", _run), ("config", _config)):
+    for name, do in (("run", _run), ("replay", _replay), ("config", _config)):
         made = verb(name, do, epilog=_key_help() if _wants_help() else None)
+        if name == "replay":
+            made.add_argument("rollouts", metavar="RUN_DIR|FILE", help="a run's folder or ledger, or a parquet file")
         _add_config(made)
         made.add_argument("--print-config", action="store_true", help="print the whole config as YAML and end")
         made.add_argument("--dry-run", "--check", action="store_true", help="check everything, start nothing")
@@ -100,7 +109,27 @@ def _parser() -> argparse.ArgumentParser:
     made = verb("set", _set, epilog="keys: " + ", ".join(LIVE))
     made.add_argument("config", nargs="+", metavar="RUN_DIR | a.b=c", help="the run (default: the newest), new values")
     _add_place(made)
+    _add_samples(verb("samples", _records))
+    made = verb("export", _records)
+    _add_record(made)
+    made.add_argument("out", metavar="OUT.parquet", help="docs/rollouts.md describes it")
+    made.add_argument("--no-text", action="store_true", help="tokens only; needs no tokenizer")
     return parser
+
+
+def _add_samples(parser: argparse.ArgumentParser) -> None:
+    _add_record(parser)
+    parser.add_argument("--columns", metavar="A,B,…", help="columns to show; docs/ledger.md lists them")
+    parser.add_argument("--order", metavar="SQL", help="e.g. 'reward DESC' (default: by group)")
+    parser.add_argument("--limit", metavar="N", help="rows to show (default: 20; 0: all)")
+    parser.add_argument("--text", action="store_true", help="also the text of prompt and response")
+    parser.add_argument("--json", action="store_true", help="one JSON object per sample")
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN_DIR", help="a run's folder, or a copy of its ledger.sqlite")
+    parser.add_argument("--where", metavar="SQL", help="condition over the view `rollouts`, e.g. 'reward > 0.9'")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the run's own")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +168,23 @@ def _run(args: argparse.Namespace) -> int:
     from common.local_run import LocalRun
 
     return LocalRun(config).execute()
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """A run whose rollouts are recorded ones; without a config, with the one that recorded them.
+
+    The same command again continues the same replay.
+    """
+    record = Path(args.rollouts)
+    files, overrides = _split(args.config)
+    if not files and (record / CONFIG_FILE).is_file():
+        files = [str(record / CONFIG_FILE)]
+        recorded = load_config(files, [])
+        overrides = [f"run.id={recorded.run.id}-replay", "run.dir=null", *overrides]
+    if not files and not overrides:
+        raise ConfigError(f"{record}: does not say with which config it was made; give one")
+    args.config = [*files, f"replay.rollouts={json.dumps(str(record.expanduser().resolve()))}", *overrides]
+    return _run(args)
 
 
 def _config(args: argparse.Namespace) -> int:
@@ -184,6 +230,17 @@ def _set(args: argparse.Namespace) -> int:
     if not items or len(folders) > 1:
         raise ConfigError("give one RUN_DIR (or none) and KEY=VALUE, e.g. launch.py set runs/r staleness.max=2")
     return verbs.set_limits(verbs.find_run(folders[0] if folders else None, args.redis_url, args.run_id), items)
+
+
+def _records(args: argparse.Namespace) -> int:
+    """Become the program that reads a run's record."""
+    ours = ("verb", "do", "folder", "out")
+    options = {k: v for k, v in vars(args).items() if k not in ours and v not in (None, False)}
+    flags = [a for k, v in options.items() for a in ([_flag(k)] if v is True else [f"{_flag(k)}={v}"])]
+    places = [value for name in ("folder", "out") if (value := getattr(args, name, None))]
+    from common.local_run import become
+
+    return become("generators.records", [args.verb, *places, *flags])
 
 
 def _talk(args: argparse.Namespace) -> int:

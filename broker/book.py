@@ -25,6 +25,7 @@ from broker.records import (
     State,
     Validation,
 )
+from common.config import MAX_ATTEMPTS
 
 NO_SIGNAL = "no_signal"  # all rewards of a group are equal: nothing was wrong with it
 Cancel = tuple[str, Key, str]  # (generator, group attempt, reason)
@@ -43,6 +44,7 @@ class Book:
         self.validations: dict[int, Validation] = {}
         self.attached: tuple[str, str] | None = None
         self.checkpoint = -1
+        self.untrained_bytes = 0  # payloads of the groups that are open
         self.cancels: list[Cancel] = []  # to be told to generators; the caller empties it
         self._pending: dict[Lane, list[Key]] = {lane: [] for lane in LANES}  # heaps: the oldest prompt first
         self._leased: dict[str, dict[Key, Attempt]] = {}  # by generator
@@ -122,6 +124,7 @@ class Book:
     def _end(self, attempt: Attempt, state: State) -> None:
         self._move(attempt, state)
         del self.live[attempt.key]
+        self.untrained_bytes -= attempt.num_bytes
 
     def _drop(self, attempt: Attempt, reason: str, *, retry: bool, tell: bool = True, counted: bool = True) -> None:
         if attempt.state == "leased" and tell and attempt.generator is not None:
@@ -130,7 +133,8 @@ class Book:
         self._end(attempt, "dropped")
         if attempt.lane == "train":
             self.drops.setdefault(reason, Drops()).add(attempt.num_tokens, attempt.size)
-        if retry and (not counted or attempt.attempt + 1 < self.rules.max_attempts):
+        may = MAX_ATTEMPTS if not counted else self.rules.max_attempts
+        if retry and attempt.attempt + 1 < may:
             self._issue(
                 Attempt(
                     attempt.group,
@@ -178,12 +182,14 @@ class Book:
         self.validations = {v.step: v for v in snapshot.validations}
         for attempt in snapshot.live:
             self.live[attempt.key] = attempt
+            self.untrained_bytes += attempt.num_bytes
             if attempt.state == "pending":
                 heapq.heappush(self._pending[attempt.lane], attempt.key)
             elif attempt.state == "ready":
                 self._ready[attempt.key] = attempt
             elif attempt.state == "leased" and attempt.generator is not None:
-                if attempt.num_leases > 1:
-                    attempt.num_tokens_before = sum(h["num_tokens"] for h in attempt.samples.values())
+                there = sum(h["num_tokens"] for h in attempt.samples.values())
+                attempt.num_tokens = max(attempt.num_tokens, there)
+                attempt.num_tokens_before = there if attempt.num_leases > 1 else 0
                 attempt.leased_at = attempt.renewed_at = now
                 self._hand_out(attempt, attempt.generator)

@@ -14,6 +14,9 @@ from typing import Any
 from broker.schema import SCHEMA, SCHEMA_VERSION
 from common.errors import LedgerError
 
+PAGE_BYTES = 16384
+LOG_BYTES = 32 << 20  # the write-ahead log is carried over into the file once it is so large
+
 
 class Database:
     """An open ledger file and its lock."""
@@ -51,10 +54,12 @@ class Database:
         found = self.db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise sqlite3.DatabaseError(found)
+        self.db.execute(f"PRAGMA page_size={PAGE_BYTES}")  # of a new file: it holds several payloads
         mode = self.db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise LedgerError(f"{self._path}: this file system has no write-ahead log; put run.dir on a local disk")
         self.db.execute(f"PRAGMA synchronous={'FULL' if fsync else 'NORMAL'}")
+        self.db.execute(f"PRAGMA wal_autocheckpoint={LOG_BYTES // PAGE_BYTES}")
 
     def _check_identity(self, identity: dict[str, Any]) -> None:
         if self.db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:

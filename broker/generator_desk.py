@@ -105,7 +105,7 @@ class GeneratorDesk:
             sample = self._checked(fields, payload)
             if fields["fault"] is not None:
                 fields["fault"] = parse.word(fields["fault"])
-            verdict = s.ledger.commit(peer.name, fields, now)
+            verdict = s.ledger.commit(peer.name, fields, now, len(payload[0]))
         except (WireError, LedgerError) as e:
             reason = e.reason if isinstance(e, WireError) else str(e).split(":")[0]
             s.counted["refused"] += 1

@@ -170,7 +170,7 @@ class LearnerDesk:
             for v in self._s.ledger.validations.values()
             if v.done
         ]  # fmt: skip
-        self._s.send(peer, "validation_results", id=id, results=results)
+        self._s.send(peer, "validation_results", id=id, asked=list(self._s.ledger.validations), results=results)
 
     def _status(self, peer: bytes, *, id: int) -> None:
         self._s.send(peer, "status_is", id=id, status=status(self._s))

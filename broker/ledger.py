@@ -76,7 +76,9 @@ class Ledger(Book):
             return f"holds version {held}, older than the rollback to {c.floor}"
         if self.data_ended:
             return "the data ended"
-        batch = self.rules.batch_size
+        batch, counts = self.rules.batch_size, self.counts["train"]
+        if self.untrained_bytes >= self.rules.untrained_bytes and counts["ready"] + counts["claimed"] >= batch:
+            return f"untrained data: {self.untrained_bytes} bytes wait for the learner (ledger.untrained_bytes)"
         if not staleness.may_lease(
             outstanding=self.outstanding, version=c.version, held=held, limit=self.limit, batch=batch
         ):
@@ -114,8 +116,9 @@ class Ledger(Book):
             attempt.renewed_at = now
         return True
 
-    def commit(self, generator: str, header: Header, now: float) -> Verdict:
-        """A sample arrived, checked by itself. ``stored``: the caller must store its payload with the changes.
+    def commit(self, generator: str, header: Header, now: float, num_bytes: int = 0) -> Verdict:
+        """A sample arrived, checked by itself. ``stored``: the caller must store its payload (of ``num_bytes``) with
+        the changes.
 
         Raises:
             LedgerError: an index outside the group, a version that does not exist (yet, or any more).
@@ -131,10 +134,12 @@ class Ledger(Book):
             return "late"
         self._check(attempt, header)
         attempt.samples[index] = header
+        attempt.num_bytes += num_bytes
+        self.untrained_bytes += num_bytes
         self._owed[generator] -= 1
-        attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         attempt.renewed_at = now
-        self._dirty[key] = attempt
+        if not attempt.missing:
+            attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         if header["fault"] is not None and self._is_lost(attempt):
             self._at_fault(attempt, str(header["fault"]))
             self._drop(attempt, str(header["fault"]), retry=True)
@@ -288,6 +293,7 @@ class Ledger(Book):
                 f"acknowledgement of step {step} refused: "
                 + (f"step {claim.step} is claimed" if claim else f"nothing is claimed, step {c.step} was the last")
             )
+        num_bytes = sum(self.live[key].num_bytes for key in claim.keys) if applied else 0
         for key in claim.keys:
             attempt = self.live[key]
             attempt.step = step
@@ -307,6 +313,7 @@ class Ledger(Book):
                 settings=settings or {},
                 digest=digest,
                 keys=claim.keys,
+                payload_bytes=num_bytes,
                 optimizer_span=optimizer_span,
             )
         )

@@ -30,6 +30,7 @@ class Rules:
     policy: Literal["drop", "mask", "wait"] = "drop"  # what becomes of groups that grow too old
     wait_s: float = 60.0  # policy `wait`: a batch waits at most so long for them
     greedy_index: int | None = None  # sample without which a group cannot be trained: the baseline of the others
+    untrained_bytes: int = 1 << 62  # at so many bytes of payloads nothing more is leased, if a batch is ready
     filter_groups: bool = False  # drop groups whose rewards are all equal
     max_lost: int = 0  # give up after so many attempts in a row that could not be sampled or scored; 0: never
     max_filtered: int = 0  # … and give up after so many in a row without a batch; 0: never
@@ -53,10 +54,12 @@ class Attempt:
     step: int | None = None  # the step that trains it; eval: the step whose weights are validated
     num_leases: int = 0  # how often it was handed out
     samples: dict[int, Header] = field(default_factory=dict)  # committed, by index
+    num_bytes: int = 0  # of the payloads of these
     # Not in the store: a lease starts anew when a ledger is restored.
     num_tokens_before: int = 0  # of samples that are no part of this lease's work
     leased_at: float = 0.0
     renewed_at: float = 0.0
+    _found: tuple[int, ...] = field(default=(-1,), repr=False, compare=False)  # see `_versions`
 
     @property
     def key(self) -> Key:
@@ -74,14 +77,22 @@ class Attempt:
     @property
     def oldest(self) -> int:
         """The version from which its age counts: its oldest token's; what a lease will bring counts from ``held``."""
-        oldest = min((h["oldest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
+        oldest = self._versions()[0]
         return min(oldest, self.held) if self.state == "leased" else oldest
 
     @property
     def newest(self) -> int:
         """The version of its newest token; a lease may yet bring tokens of any version."""
-        newest = max((h["newest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
-        return NEVER if self.missing else newest
+        return NEVER if self.missing else self._versions()[1]
+
+    def _versions(self) -> tuple[int, int]:
+        """(oldest, newest) of the tokens that are there; asked for often, so found once for each number of samples."""
+        num, *found = self._found
+        if num != len(self.samples):
+            sound = [h for h in self.samples.values() if h["fault"] is None]
+            found = [min((h["oldest"] for h in sound), default=NEVER), max((h["newest"] for h in sound), default=NEVER)]
+            self._found = (len(self.samples), *found)
+        return found[0], found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,7 @@ class Step:
     settings: dict[str, Any]
     digest: str
     keys: tuple[Key, ...]
+    payload_bytes: int
     optimizer_span: tuple[float, float]  # Unix seconds
 
 

@@ -1,10 +1,12 @@
 """The tables of the ledger. A change of them raises ``SCHEMA_VERSION``."""
 
+from common.archive import ROLLOUTS
+
 SCHEMA_VERSION = 2
 
 SCHEMA = """
 -- The ledger of a run (SQLite). Plain SQL may read it at any time: sqlite3 RUN_DIR/ledger.sqlite
--- A payload is named by one number made of its sample's key: grp << 28 | attempt << 16 | idx.
+-- A payload is named by one number made of its sample's key: (grp << 28) | (attempt << 16) | idx.
 
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
@@ -91,4 +93,7 @@ JOIN attempts a ON a.step = steps.step AND a.state = 'trained'
 JOIN samples s ON s.grp = a.grp AND s.attempt = a.attempt AND s.fault IS NULL
 JOIN json_each(s.spans) AS span
 WHERE steps.applied;
-"""
+
+-- Each committed sample and what became of it.
+CREATE VIEW rollouts AS"""
+SCHEMA += f"{ROLLOUTS.rstrip()};\n"

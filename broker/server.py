@@ -153,6 +153,7 @@ def open_service(
         policy=config.staleness.policy,
         wait_s=config.staleness.wait_s,
         greedy_index=config.greedy_index,
+        untrained_bytes=config.ledger.untrained_bytes,
         filter_groups=config.algorithm.filter_groups.enable,
         max_lost=min(in_a_pass, MAX_LOST_BATCHES * config.data.train_batch_size),
         max_filtered=config.algorithm.filter_groups.max_num_gen_batches * config.data.train_batch_size,

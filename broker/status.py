@@ -20,6 +20,7 @@ def stats(s: Service) -> dict[str, Any]:
     counts, size = ledger.counts["train"], ledger.rules.group_size
     metrics = {
         "queue/issued": ledger.issued,
+        "training/epoch": -(-ledger.counters.next_prompt // len(s.prompts["train"].rows)),
         "queue/dropped_samples": sum(d.count for d in drops.values()) * size,
         "queue/refused_samples": s.counted["refused"],
         "queue/duplicate_samples": s.counted["duplicate"],
@@ -28,6 +29,8 @@ def stats(s: Service) -> dict[str, Any]:
         "queue/leased_again": ledger.counters.num_leased_again,
         "queue/ready_samples": counts["ready"] * size,
         "queue/exhausted_prompts": ledger.counters.num_exhausted,
+        "queue/untrained_bytes": ledger.untrained_bytes,
+        "queue/redo_bytes": s.store.redo_bytes,
         "queue/ledger_bytes": s.store.size_bytes(),
         "generator/overlap_ratio": s.overlap.ratio,
         **s.peers.figures(),

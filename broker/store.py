@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,27 @@ from broker.records import (
     Step,
     Validation,
 )
+from common.config import MAX_ATTEMPTS, MAX_GROUP_SAMPLES
 from common.errors import LedgerError
 from common.failpoints import failpoint
 
-_INDEX_BITS, _ATTEMPT_BITS = 16, 12
-MAX_INDEX, MAX_ATTEMPT = (1 << _INDEX_BITS) - 1, (1 << _ATTEMPT_BITS) - 1
+MAX_INDEX, MAX_ATTEMPT = MAX_GROUP_SAMPLES - 1, MAX_ATTEMPTS - 1
+_INDEX_BITS, _ATTEMPT_BITS = MAX_INDEX.bit_length(), MAX_ATTEMPT.bit_length()
 _COUNTERS = [f.name for f in fields(Counters)]
 _HEADER = ("crc", "num_tokens", "num_live_tokens", "reward", "truncated", "oldest", "newest", "fault")
+_HEADER_VALUES = itemgetter(*_HEADER)
 _SAMPLE_COLUMNS = ", ".join(("grp", "attempt", "idx", *_HEADER, "generator", "spans"))
 _ATTEMPT_COLUMNS = (
     "grp, attempt, lane, prompt, size, state, reason, generator, incarnation, held, num_tokens, step, num_leases"
 )
+
+# What can change of an attempt; an update touches only the indexes whose column changes.
+_MUTABLE = ("state", "reason", "generator", "incarnation", "held", "num_tokens", "step", "num_leases")
+_PUT_ATTEMPT = (
+    f"INSERT INTO attempts ({_ATTEMPT_COLUMNS}) VALUES ({','.join('?' * 13)}) ON CONFLICT DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _MUTABLE)
+)
+_NUM_BYTES = "SELECT COALESCE(SUM(LENGTH(data)), 0) FROM payloads WHERE id BETWEEN ? AND ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +117,8 @@ class Store:
 
     def _write(self, changes: Changes) -> None:
         db = self._db
-        marks = ",".join("?" * 13)
-        db.executemany(
-            f"INSERT OR REPLACE INTO attempts ({_ATTEMPT_COLUMNS}) VALUES ({marks})", map(_row, changes.attempts)
-        )
-        ended = [_payload_range(a.key) for a in changes.attempts if a.state in ("dropped", "scored")]
+        db.executemany(_PUT_ATTEMPT, map(_row, changes.attempts))
+        ended = [_payload_range(a.key) for a in changes.attempts if a.samples and a.state in ("dropped", "scored")]
         db.executemany("DELETE FROM payloads WHERE id BETWEEN ? AND ?", ended)
         for step in changes.steps:
             self._write_step(step)
@@ -129,24 +137,18 @@ class Store:
             h = s.header
             key = (h["group"], h["attempt"], h["index"])
             spans = f"[{','.join(f'[{v},{start},{end}]' for v, start, end in s.spans)}]"
-            rows.append((*key, *[h[name] for name in _HEADER], s.generator, spans))
+            rows.append((*key, *_HEADER_VALUES(h), s.generator, spans))
             payloads.append((_payload_id(*key), s.payload))
         self._db.executemany(f"INSERT INTO samples ({_SAMPLE_COLUMNS}) VALUES ({','.join('?' * 13)})", rows)
         self._db.executemany("INSERT INTO payloads VALUES (?, ?)", payloads)
 
     def _write_step(self, s: Step) -> None:
-        size = sum(
-            self._one(
-                "SELECT COALESCE(SUM(LENGTH(data)), 0) FROM payloads WHERE id BETWEEN ? AND ?", _payload_range(key)
-            )[0]
-            for key in s.keys
-        )
         self._db.execute(
             "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (s.step, s.epoch, s.version, s.limit, s.applied, s.reason, json.dumps(s.settings), s.digest,
-             json.dumps(s.keys), *s.optimizer_span, size, 1),
+             json.dumps(s.keys), *s.optimizer_span, s.payload_bytes, 1),
         )  # fmt: skip
-        self.redo_bytes += size
+        self.redo_bytes += s.payload_bytes
 
     def _write_claims(self, claims: tuple[Claim, ...]) -> None:
         if claims == self._claims:
@@ -176,6 +178,7 @@ class Store:
                 ranges = [_payload_range((g, a)) for g, a in json.loads(keys)]
                 self._db.executemany("DELETE FROM payloads WHERE id BETWEEN ? AND ?", ranges)
                 self._db.execute("UPDATE steps SET payloads_kept = 0 WHERE step = ?", (step,))
+                failpoint("broker.during_compaction")
         self.redo_bytes = self._sum_redo_bytes()
 
     def put(self, name: str, value: Any) -> None:
@@ -269,6 +272,7 @@ class Store:
         live = [Attempt(*row) for row in rows.fetchall()]
         for attempt in live:
             attempt.samples = self._read_headers(attempt.key)
+            attempt.num_bytes = self._one(_NUM_BYTES, _payload_range(attempt.key))[0]
         return live
 
     def _read_counts(self) -> dict[Any, dict[Any, int]]:

@@ -21,6 +21,8 @@ from pydantic import (
 
 from common.thresholds import parse_rejection, parse_threshold
 
+MAX_ATTEMPTS, MAX_GROUP_SAMPLES = 1 << 12, 1 << 16  # what the ledger can number, see broker/store.py
+
 
 def _threshold(value: object) -> object:
     if value is not None:
@@ -293,7 +295,7 @@ class Rollout(Section):
     top_k: int = -1
     """Top-k; above 0 only with `allow_truncated_sampling`."""
     allow_truncated_sampling: bool = False
-    """Accept the bias of top-p/top-k sampling and report it."""
+    """Accept the bias of top-p/top-k sampling; a warning and `rollout_corr/truncated_sampling` report it."""
     max_num_seqs: PositiveInt = 256
     """Requests one engine runs at once; also its credit for leases."""
     tensor_model_parallel_size: PositiveInt = 1
@@ -316,7 +318,7 @@ class Trainer(Section):
     save_freq: int = 50
     """Steps between checkpoints; -1: only the first and the last."""
     test_freq: int = -1
-    """Steps between held-out validations on the generators; -1: never."""
+    """Steps between held-out validations on the generators, each with the next publication; -1: never."""
     val_before_train: bool = False
     """Validate version 0 before the first step."""
     resume_mode: ResumeMode = "auto"
@@ -363,7 +365,7 @@ class Weights(Section):
 
 
 class Ledger(Section):
-    max_attempts: PositiveInt = 3
+    max_attempts: int = Field(3, ge=1, le=MAX_ATTEMPTS)
     """Attempts per prompt before it is dropped."""
     lease_timeout_s: PositiveFloat = 60.0
     """A lease without progress for this long expires."""
@@ -373,8 +375,18 @@ class Ledger(Section):
     """Also survive power loss (SQLite synchronous=FULL)."""
     keep_bytes: NonNegativeInt = 1 << 30
     """Trained payloads kept beyond what redo needs."""
+    untrained_bytes: PositiveInt = 4 << 30
+    """Payloads that wait for the learner; above this, and with a batch ready, generators get nothing more."""
     redo_bytes: PositiveInt = 4 << 30
     """Trained payloads beyond the last checkpoint; above this the broker asks the learner for one."""
+
+
+class Replay(Section):
+    rollouts: str | None = None
+    """Train on recorded rollouts, without broker and generators: a run's folder or ledger, or a parquet file
+    (`docs/replay.md`). `launch.py replay` sets it."""
+    mode: Literal["exact", "offline"] = "exact"
+    """exact: the record's own steps, whose weights must come out to the bit. offline: train on its rollouts."""
 
 
 class Generators(Section):
@@ -398,6 +410,7 @@ class Config(Section):
     weights: Weights = Field(default_factory=Weights)
     ledger: Ledger = Field(default_factory=Ledger)
     generators: Generators = Field(default_factory=Generators)
+    replay: Replay = Field(default_factory=Replay)
 
     @property
     def needs_critic(self) -> bool:
@@ -411,6 +424,11 @@ class Config(Section):
     @property
     def samples_per_group(self) -> int:
         return self.rollout.n + (self.greedy_index is not None)
+
+    @property
+    def truncates_sampling(self) -> bool:
+        """Whether samples come from less than the whole distribution, so that gradients are biased."""
+        return self.rollout.top_p < 1 or self.rollout.top_k > 0
 
     @property
     def needs_reference(self) -> bool:
@@ -435,9 +453,12 @@ def combination_faults(c: Config) -> list[str]:
         f"weights.publish_every={c.weights.publish_every}: larger than staleness.max + 1 = {c.staleness.max + 1}; "
         "the lease gate would close for ever. Lower weights.publish_every or raise staleness.max",
     )
-    truncated = c.rollout.top_p < 1 or c.rollout.top_k > 0
     refuse(
-        truncated and not c.rollout.allow_truncated_sampling,
+        c.samples_per_group > MAX_GROUP_SAMPLES,
+        f"rollout.n={c.rollout.n}: a group has at most {MAX_GROUP_SAMPLES} samples; lower it",
+    )
+    refuse(
+        c.truncates_sampling and not c.rollout.allow_truncated_sampling,
         f"rollout.top_p={c.rollout.top_p}, rollout.top_k={c.rollout.top_k}: the learner's log-probs "
         "would not be those of the distribution sampled. Use top_p=1, top_k=-1, or accept the bias with "
         "rollout.allow_truncated_sampling=true",
@@ -446,8 +467,14 @@ def combination_faults(c: Config) -> list[str]:
         bool(c.model.path) == c.model.toy,
         "model.path: give exactly one of model.path=FOLDER and model.toy=true",
     )
+    no_prompts = not c.data.train_files and not c.data.task
     refuse(
-        bool(c.data.train_files) == bool(c.data.task),
+        no_prompts and c.replay.rollouts is not None and c.model.warmup.steps > 0,
+        f"model.warmup.steps={c.model.warmup.steps}: a supervised start needs data.train_files or data.task; "
+        "give them, or set it to 0",
+    )
+    refuse(
+        bool(c.data.train_files) == bool(c.data.task) and not (no_prompts and c.replay.rollouts),
         "data.train_files: give exactly one of data.train_files and data.task",
     )
     for name, part in (("actor", c.actor), ("critic", c.critic)):

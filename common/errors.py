@@ -11,8 +11,10 @@ LeewayError
 │   └── DisprovedError  an engine computes something else with the weights than the learner
 ├── EngineError      the sampling engine failed, or was used wrongly
 │   └── RequestCancelled  a request was ended early, on demand
-├── FencedError      this process lost its epoch to a newer one
+├── TrainingError    the training has gone wrong for good (exit code 2)
+├── FencedError      this process lost its epoch to a newer one (exit code 2: it must not take it back)
 ├── CheckpointError  a checkpoint that is missing, damaged or foreign
+├── ReplayError      recorded rollouts that cannot be trained, or not to the recorded weights (exit code 2)
 ├── DeadlineError    a named wait that reached its limit
 └── Stopped          this process was told to stop while it waited (exit code 0)
 
@@ -80,12 +82,20 @@ class RequestCancelled(EngineError):
     pass
 
 
+class TrainingError(LeewayError):
+    exit_code = 2  # a restart would only redo it
+
+
 class FencedError(LeewayError):
-    pass
+    exit_code = 2  # a restart would take the run back from the newer one
 
 
 class CheckpointError(LeewayError):
     pass
+
+
+class ReplayError(LeewayError):
+    exit_code = 2
 
 
 class DeadlineError(LeewayError):

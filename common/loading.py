@@ -23,6 +23,9 @@ from common.errors import ConfigError
 VERL_NAMES = {
     "custom_reward_function.path": "reward.custom_function.path",
     "custom_reward_function.name": "reward.custom_function.name",
+    "reward.reward_kwargs.overlong_buffer_cfg.enable": "reward.overlong_buffer.enable",
+    "reward.reward_kwargs.overlong_buffer_cfg.len": "reward.overlong_buffer.len",
+    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": "reward.overlong_buffer.penalty_factor",
     "reward_model.overlong_buffer.enable": "reward.overlong_buffer.enable",
     "reward_model.overlong_buffer.len": "reward.overlong_buffer.len",
     "reward_model.overlong_buffer.penalty_factor": "reward.overlong_buffer.penalty_factor",

@@ -119,7 +119,7 @@ class LocalRun:
             verb = "continues" if continued else "starts"
             self.console.note(f"run {self.config.run.id} {verb} in {self.folder}")
             try:
-                for role in ROLES:
+                for role in ("learner",) if self.config.replay.rollouts else ROLES:
                     self.supervisor.add(role, self._starter(role))
                 outcome = self.supervisor.watch(
                     lambda: self._tick(control), lambda child, end: self._finishes(control, child, end)
@@ -285,6 +285,13 @@ def run_alone(role: str, config: Config | None, redis_url: str, arguments: list[
         os.execve(command[0], command, _without_supervisor(child_environment()))
     with tempfile.TemporaryDirectory(prefix="leeway-") as folder:
         return _run_agent(role_command(role, config or Config(), Path(folder), arguments), Path(folder))
+
+
+def become(module: str, arguments: list[str]) -> int:
+    """Go on as another program of ours, in the foreground."""
+    os.environ.update({k: v for k, v in role_environment("").items() if k != "LEEWAY_REDIS_URL"})
+    command = [sys.executable, "-m", module, *arguments]
+    os.execve(command[0], command, _without_supervisor(child_environment()))
 
 
 def _run_agent(command: list[str], folder: Path) -> int:

@@ -12,13 +12,14 @@ _SPREAD = "{mean,std,max,min}"
 METRICS: dict[str, tuple[str, str]] = {
     # ---------------------------------------------------------------- progress
     "training/global_step": ("steps", "Rows of `steps` so far, skipped ones included."),
-    "training/epoch": ("1", "Passes over the prompts that were begun."),
+    "training/epoch": ("1", "Passes over the prompts that were begun (by leases, ahead of training)."),
     "training/version": ("versions", "v: training steps applied, plus one per rollback."),
     "training/skipped_steps": ("steps", "Steps skipped so far because a loss or gradient was not finite."),
     "training/skipped": ("1", "1 if this step was skipped."),
     "training/samples_trained": ("samples", "Samples trained so far."),
     "training/tokens_trained": ("tokens", "Response tokens with loss weight so far."),
     "training/goal_mean": ("1", "Mean of `critic/score/mean` over the last `run.goal_window` steps."),
+    "replay/num_equal_steps": ("steps", "Replayed steps whose weights had the recorded digest (`replay.mode=exact`)."),
     # ---------------------------------------------------------------- scores, advantages
     f"critic/score/{_STATS}": ("1", "Score of the samples as the reward function gave it."),
     f"critic/rewards/{_STATS}": ("1", "Score after overlong penalty and KL in the reward."),
@@ -38,7 +39,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "response_length/clip_ratio": ("1", "Share of responses that reached `data.max_response_length`."),
     f"prompt_length/{_STATS}": ("tokens", "Prompt length."),
     "prompt_length/clip_ratio": ("1", "Share of prompts of `data.max_prompt_length`."),
-    "response/aborted_ratio": ("1", "Share of responses without a token."),
     # ---------------------------------------------------------------- policy updates
     "actor/loss": ("1", "Whole loss of the policy, mean over the updates of the step."),
     "actor/pg_loss": ("1", "Policy loss, mean over the updates of the step."),
@@ -65,10 +65,16 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout_corr/num_same_version_tokens": ("tokens", "Number of tokens these two are over."),
     f"rollout_corr/rollout_is_{_SPREAD}": ("1", "Importance weight π_prox/μ of the live tokens, after truncation."),
     "rollout_corr/rollout_is_eff_sample_size": ("1", "(Σw)² / (N Σw²)."),
-    "rollout_corr/rollout_is_ratio_fraction_{high,low}": ("1", "Share of weights above / below the threshold."),
-    "rollout_corr/rollout_is_truncated_fraction": ("1", "Share of weights that truncation changed."),
-    "rollout_corr/rollout_rs_masked_fraction": ("1", "Share of tokens that rejection masked."),
-    "rollout_corr/rollout_rs_seq_masked_fraction": ("1", "Share of rows without a live token after rejection."),
+    "rollout_corr/rollout_rs_masked_fraction": (
+        "1",
+        "Share of tokens, of those that are young enough, that rejection masked.",
+    ),
+    "rollout_corr/rollout_rs_seq_masked_fraction": ("1", "Share of rows that rejection left without a live token."),
+    "rollout_corr/truncated_sampling": (
+        "1",
+        "1 if `rollout.top_p` or `rollout.top_k` cut the distribution that was sampled: log-probs are those of the "
+        "whole one, so weights and gradients are biased.",
+    ),
     "rollout_corr/kl": ("nats", "Mean of log μ − log π_prox: KL(μ ‖ π_prox)."),
     "rollout_corr/k3_kl": ("nats", "The same by the estimator of less variance."),
     "rollout_corr/{training,rollout}_ppl": ("1", "Perplexity of the responses under π_prox / under μ."),
@@ -85,7 +91,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "staleness/masked_fraction": ("1", "Share of sampled tokens that were too old and got weight 0 (policy `mask`)."),
     "staleness/mixed_samples": ("1", "Share of trained samples with two or more version spans."),
     "staleness/num_multi_version_samples": ("samples", "Their number."),
-    "staleness/group_age_mean": ("versions", "Mean over groups of the staleness of their oldest token."),
+    "staleness/group_age_mean": ("versions", "Mean over groups of the staleness of their oldest trained token."),
     # ---------------------------------------------------------------- broker
     "queue/{pending,leased,ready,claimed,trained,dropped}": ("groups", "Group attempts in this state after the step."),
     "queue/dropped/<reason>": ("groups", "Group attempts dropped so far for this reason."),
@@ -98,6 +104,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "queue/exhausted_prompts": ("prompts", "Prompts given up after their last attempt, so far."),
     "queue/ready_samples": ("samples", "Samples in ready groups after the step."),
     "queue/issued": ("groups", "Group attempts issued so far."),
+    "queue/untrained_bytes": ("bytes", "Payloads of the groups that are not trained yet."),
+    "queue/redo_bytes": ("bytes", "Payloads of the steps since the newest checkpoint."),
     "queue/ledger_bytes": ("bytes", "Size of the ledger on disk."),
     "queue/wait_s": ("s", "Seconds the learner waited for this batch."),
     # ---------------------------------------------------------------- generators, weights
@@ -111,21 +119,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "weights/transfers": ("1", "Transfers to one engine completed so far."),
     "weights/failures": ("1", "Transfers to one engine that failed so far."),
     "weights/copy_out_s": ("s", "The learner's stall: copy of the weights into host buffers."),
-    "weights/published_version": ("versions", "Newest version offered to the generators."),
     "weights/held_version_min": ("versions", "Lowest version held by a connected engine."),
-    "weights/publications": ("1", "Publications completed so far."),
-    "weights/aborted": ("1", "Publications aborted so far."),
-    "weights/copy_s": ("s", "The learner's stall: copy of the weights into host buffers."),
     "weights/transfer_s": ("s", "Duration of the latest finished transfer, first byte to last."),
-    "weights/publish_s": ("s", "From the start of the latest finished publication until every member held it."),
     "weights/pause_s": ("s", "Longest pause of an engine in the latest finished publication."),
-    "weights/bytes": ("bytes", "Bytes of one publication."),
-    "weights/canary_difference": ("nat", "Difference of log-probs between engine and learner in the latest proof."),
+    "weights/canary_difference": ("nats", "Difference of log-probs between engine and learner in the latest proof."),
     "weights/members": ("1", "Engines connected to the learner."),
     # ---------------------------------------------------------------- time
     "trainer/idle_ratio": ("1", "Share of the step in which the learner waited for its batch."),
     "timing_s/step": ("s", "Wall-clock time of the step."),
-    "timing_s/{claim,fetch,batch,old_log_prob,ref,values,adv,update_actor,update_critic,ack,publish,save,testing}": (
+    "timing_s/{claim,fetch,old_log_prob,ref,values,adv,update_actor,update_critic,ack,publish,save}": (
         "s",
         "Part of it; `old_log_prob` is the proximal forward pass.",
     ),
@@ -138,7 +140,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/cpu_memory_used_gb": ("GB", "Resident memory of the learner."),
     "perf/max_memory_{allocated,reserved}_gb": ("GB", "Peak GPU memory of the learner."),
     # ---------------------------------------------------------------- validation, warm-up
-    "val-core/<data_source>/reward/mean@1": ("1", "Mean score of the held-out prompts, one greedy sample each."),
+    "val-core/<task>/reward/mean@1": (
+        "1",
+        "Mean score of the held-out prompts, one greedy sample each; the task is `held_out` for data files.",
+    ),
     "val/version": ("versions", "Version that the latest validation was sampled with."),
     "val/step": ("steps", "Step after which it was asked for."),
     "val/num_samples": ("samples", "Held-out samples scored."),

@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+import yaml
+
+from common.archive import LEDGER, is_ledger, ledger_path
 from common.config import Config
 from common.data import open_rows
 from common.errors import ConfigError
 from common.loading import differences, examine_config, load_config
+from common.rollouts import config_in
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "run.lock"
@@ -27,8 +31,15 @@ MAY_CHANGE = (
     "run.max_steps", "run.goal_score", "run.goal_window", "run.redis_url", "run.stop_timeout_s", "run.start_timeout_s",
     "run.max_restarts", "generators.count", "trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep",
     "trainer.logger", "trainer.resume_mode", "trainer.project_name", "trainer.experiment_name",
-    "ledger.fsync", "ledger.keep_bytes",
+    "ledger.fsync", "ledger.keep_bytes", "ledger.redo_bytes", "ledger.untrained_bytes",
 )  # fmt: skip
+# What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
+REPLAY_MATTERS = (
+    "model.", "algorithm.", "actor.", "critic.", "reward.overlong_buffer.", "run.seed:", "data.max_prompt_length:",
+    "data.max_response_length:", "data.train_batch_size:", "staleness.policy:", "trainer.deterministic:",
+    "trainer.nproc_per_node:",
+)  # fmt: skip
+REPLAY_MAY_CHANGE = ("model.path:", "critic.model_path:", "model.trust_remote_code:")
 _RUN_FILES = ("ledger.sqlite", "metrics.jsonl", "checkpoints")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ANSWER_S = 1.0
@@ -53,7 +64,8 @@ def checked_config(paths: list[str], overrides: list[str], *, folder: bool = Tru
 
 def world_faults(config: Config) -> list[str]:
     """What the config names and this machine does not have."""
-    return [*_data(config), *_model(config), *_reward(config), *_redis(config.run.redis_url)]
+    return [*_data(config), *_model(config), *_reward(config), *_redis(config.run.redis_url),
+            *_replay(config)]  # fmt: skip
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -107,6 +119,51 @@ def _top_level_names(tree: ast.Module) -> Iterator[str]:
             yield from (a.asname or a.name for a in node.names)
         else:
             yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _replay(config: Config) -> Iterator[str]:
+    """The record is there; an exact replay has the config that recorded it, as far as training depends on it."""
+    if not config.replay.rollouts:
+        return
+    path = Path(config.replay.rollouts).expanduser()
+    name = f"replay.rollouts={path}"
+    if not ledger_path(path).is_file():
+        yield f"{name}: " + (f"has no {LEDGER}" if path.is_dir() else "no such file or folder")
+        return
+    if config.run.dir and Path(config.run.dir).resolve() in (path.resolve(), path.resolve().parent):
+        yield f"{name}: is in run.dir={config.run.dir}; choose another run.dir for the replay"
+    if config.replay.mode != "exact":
+        return
+    try:
+        text = recorded_config(path)
+        recorded = None if text is None else Config.model_validate(yaml.safe_load(text))
+    except ConfigError as e:
+        yield from e.faults
+    except (ValueError, yaml.YAMLError) as e:
+        yield f"{name}: its config cannot be read ({str(e).splitlines()[0]})"
+    else:
+        changed = replay_differences(config, recorded) if recorded else []
+        if changed:
+            yield (f"{name}: recorded with another config (here != there); use that config, or replay.mode=offline "
+                   "to train on its rollouts with this one")  # fmt: skip
+            yield from (f"  {d}" for d in changed)
+
+
+def recorded_config(path: Path) -> str | None:
+    """YAML of the config that a record was made with, if the record has it."""
+    if not is_ledger(path):
+        return config_in(path)
+    file = (path if path.is_dir() else path.parent) / CONFIG_FILE
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def replay_differences(config: Config, recorded: Config) -> list[str]:
+    """Differences on which the weights depend."""
+    schedules = {part.optim.lr_scheduler_type for c in (config, recorded) for part in (c.actor, c.critic)}
+    scheduled = schedules != {"constant"} or max(c.algorithm.kl_warmup_ratio for c in (config, recorded)) > 0
+    matters = (*REPLAY_MATTERS, *(["run.max_steps"] if scheduled else []))
+    found = [d for d in differences(config, recorded) if d.startswith(matters)]
+    return [d for d in found if not d.startswith(REPLAY_MAY_CHANGE)]
 
 
 def _redis(url: str | None) -> Iterator[str]:

@@ -29,6 +29,7 @@ class Summary:
     publications: int = 0
     staleness_max: int | None = None
     overlap_ratio: float | None = None  # mean over the steps
+    equal_steps: int | None = None  # exact replay: steps whose weights were those of the record
     hf_dir: str | None = None
     wandb_dir: str | None = None
     seconds: float = 0.0  # since the learner started
@@ -63,7 +64,10 @@ class Summary:
             f"Trained {self.samples_trained:,} samples ({self.tokens_trained:,} tokens); "
             f"groups dropped: {dropped or 'none'}."
         )
-        parts.append(f"Published {self.publications} versions; largest staleness {_or_none(self.staleness_max)}.")
+        if self.equal_steps is not None:
+            parts.append(f"The weights after each of {self.equal_steps} steps are those of the record.")
+        published = f"Published {self.publications} versions; largest" if self.publications else "Largest"
+        parts.append(f"{published} staleness {_or_none(self.staleness_max)}.")
         if self.overlap_ratio is not None:
             parts.append(f"Generators sampled during {self.overlap_ratio:.0%} of the optimizer's time.")
         places = [

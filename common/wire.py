@@ -96,8 +96,8 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # payloads: the next acknowledged step {step, epoch, version, limit, applied, reason, settings, digest}
     # (`pack`), then its groups as in `claimed` (none if it was skipped); no payload: there is none
     "step_row": {"id": int},
-    # `results`: [{step, version, score, num_samples, num_dropped}], complete ones only
-    "validation_results": {"id": int, "results": list},
+    # `asked`: steps; `results`: [{step, version, score, num_samples, num_dropped}], complete ones only
+    "validation_results": {"id": int, "asked": list, "results": list},
     "status_is": {"id": int, "status": dict},
     "error": {"id": int, "kind": str, "detail": str},
     # a request that could not be read

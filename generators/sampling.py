@@ -72,7 +72,7 @@ class SampleMaker:
         trajectory = await self._play(lease, index, settings)
         sampled = time.time()
         text = self._environment.text(trajectory)
-        score = await self._scorer.score(lease.row, text, len(trajectory.response_ids))
+        score = await self._scorer.score(lease.row, text)
         timing = {"generate_s": sampled - start, "reward_s": time.time() - sampled}
         self._activity.samples += 1
         return encode_sample(self._sample(lease, index, settings, trajectory, score, timing))

@@ -33,6 +33,8 @@ class Batch:
     temperatures: Tensor  # [batch] float32
     truncated: Tensor  # [batch] bool: ended by length
     baselines: Tensor | None = None  # [batch]: score of the greedy sample of the row's group, if it has one (`remax`)
+    reward_parts: tuple[dict[str, float], ...] = ()  # [batch]: parts of the score, as the reward function named them
+    baseline_lengths: NDArray[np.int64] | None = None  # [batch]: tokens of its response
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -65,7 +67,7 @@ class Batch:
 
 def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu") -> Batch:
     """Tensors of `samples`, which come group by group. Greedy samples are no rows, but the baselines of theirs."""
-    greedy = {s.group: s.reward for s in samples if s.sampling.get("temperature") == 0}
+    greedy = {s.group: s for s in samples if s.sampling.get("temperature") == 0}
     samples = [s for s in samples if s.sampling.get("temperature") != 0]
     prompt_lengths = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
     response_lengths = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
@@ -94,7 +96,9 @@ def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu")
         group_ids=column([s.group for s in samples], torch.int64),
         temperatures=column([s.sampling.get("temperature", 1.0) for s in samples], torch.float32),
         truncated=column([s.finish_reason == "length" for s in samples], torch.bool),
-        baselines=column([greedy[s.group] for s in samples], torch.float32) if greedy else None,
+        baselines=column([greedy[s.group].reward for s in samples], torch.float32) if greedy else None,
+        reward_parts=tuple(s.reward_parts for s in samples),
+        baseline_lengths=np.array([len(greedy[s.group].response_ids) for s in samples]) if greedy else None,
     )
 
 

@@ -83,6 +83,14 @@ class Checkpoints:
                 _log.error("%s; looking for an older checkpoint", e)
         return None
 
+    def position(self) -> tuple[int, int]:
+        """(step, version) of the latest checkpoint; (0, 0) without one."""
+        path = self.latest()
+        if path is None:
+            return 0, 0
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return state["step"], state["version"]
+
     def load(self, path: Path, models: Models) -> dict[str, Any]:
         """Put a checkpoint into `models`; returns its state.
 

@@ -38,16 +38,20 @@ def write_summary(learner: Learner, ended: str) -> None:
     """`summary.json`, which the launcher prints; `ended` is empty while the run goes on."""
     hf, wandb = learner.run_dir / "hf", learner.run_dir / "wandb"
     val = learner.validations.latest
-    learner.progress.summary(
+    summary = learner.progress.summary(
         ended=ended,
         window=learner.config.run.goal_window,
         dropped=dict(learner.stats.get("dropped", {})),
         seconds=time.monotonic() - learner.started,
+        equal_steps=learner.stats.get("replay/num_equal_steps"),
         val_score=val and val["score"],
         val_version=val and val["version"],
         hf_dir=str(hf) if hf.is_dir() else None,
         wandb_dir=str(wandb) if wandb.is_dir() else None,
-    ).write(learner.run_dir)
+    )
+    if learner.config.replay.rollouts:
+        summary.publications = 0  # to nobody
+    summary.write(learner.run_dir)
 
 
 def end_the_others(learner: Learner, ended: str) -> None:

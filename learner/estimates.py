@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
@@ -118,17 +120,7 @@ def token_rewards(
 
     The overlong penalty (DAPO), if enabled, is part of the score.
     """
-    scores = batch.scores
-    overlong = config.reward.overlong_buffer
-    if overlong.enable:
-        lengths = torch.from_numpy(batch.response_lengths).to(scores.device)
-        scores = scores + adv.overlong_penalty(
-            lengths,
-            max_response_length=config.data.max_response_length,
-            buffer_tokens=overlong.len,
-            penalty_factor=overlong.penalty_factor,
-        )
-    rewards = on_last_token(scores, batch.mask)
+    rewards = on_last_token(less_overlong(config, batch.scores, batch.response_lengths), batch.mask)
     if not config.algorithm.use_kl_in_reward:
         return rewards, {}
     policy = batch.behavior_logprobs if start.proximal_logprobs is None else start.proximal_logprobs
@@ -141,6 +133,19 @@ def token_rewards(
         "actor/reward_kl_penalty": current,
         "actor/reward_kl_penalty_coeff": torch.tensor(coef),
     }
+
+
+def less_overlong(config: Config, scores: Tensor, num_tokens: NDArray[np.int64]) -> Tensor:
+    """[batch]: scores of responses of so many tokens, with the overlong penalty if it is enabled."""
+    overlong = config.reward.overlong_buffer
+    if not overlong.enable:
+        return scores
+    return scores + adv.overlong_penalty(
+        torch.from_numpy(num_tokens).to(scores.device),
+        max_response_length=config.data.max_response_length,
+        buffer_tokens=overlong.len,
+        penalty_factor=overlong.penalty_factor,
+    )
 
 
 def on_last_token(row_values: Tensor, mask: Tensor) -> Tensor:
@@ -166,7 +171,9 @@ def estimate_advantages(
     if name == "gae":
         raw, returns = adv.gae(rewards, values, batch.mask, gamma=algorithm.gamma, lam=algorithm.lam, whiten=False)
     elif name == "remax":
-        return adv.remax(rewards, batch.baselines, batch.mask), None
+        assert batch.baselines is not None and batch.baseline_lengths is not None
+        baselines = less_overlong(config, batch.baselines, batch.baseline_lengths)
+        return adv.remax(rewards, baselines, batch.mask), None
     elif name == "reinforce_plus_plus":
         raw, returns = adv.reinforce_plus_plus(rewards, batch.mask, gamma=algorithm.gamma, whiten=False)
     else:

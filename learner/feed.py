@@ -50,6 +50,8 @@ class Claim:
     limit: int  # staleness limit in force at the claim
     short: bool  # the data ended: fewer groups than asked for
     groups: tuple[Group, ...]  # in order of deadline
+    settings: dict[str, Any] | None = None  # replay: the recorded live settings, in place of those of now
+    skipped: bool = False  # replay: the recorded step was skipped, so there is nothing to train
 
     @property
     def oldest(self) -> int:
@@ -193,9 +195,15 @@ class Feed:
         self._ask("validate", epoch=self.epoch, step=step, version=version)
 
     def validations(self) -> list[dict[str, Any]]:
-        """Complete validations so far: ``{step, version, score, num_samples, num_dropped}``."""
+        """Complete validations so far: ``{step, version, score, num_samples, num_dropped}``; a score of None: no
+        held-out prompt could be scored."""
         _, f, _ = self._ask("validations", epoch=self.epoch)
         return list(f["results"])
+
+    def validations_asked(self) -> list[int]:
+        """The steps that a validation was asked for, by this learner or one before it."""
+        _, f, _ = self._ask("validations", epoch=self.epoch)
+        return list(f["asked"])
 
     def status(self) -> dict[str, Any]:
         """See broker/status.py. Needs no ``attach``."""

@@ -38,8 +38,17 @@ def served_folder(config: Config, run_dir: Path) -> Path:
         if not (folder / "config.json").exists():
             write_toy_folder(folder, max_tokens=config.max_sequence_tokens)
         return folder
-    folder = Path(str(config.model.path)).expanduser()
-    return folder.resolve() if folder.is_dir() else _from_hub(str(config.model.path))
+    return model_folder("model.path", str(config.model.path))
+
+
+def model_folder(key: str, path: str) -> Path:
+    """The folder that `key` names, fetched from the hub if it is none here.
+
+    Raises:
+        ConfigError: no folder and no model of the hub.
+    """
+    folder = Path(path).expanduser()
+    return folder.resolve() if folder.is_dir() else _from_hub(key, path)
 
 
 def load_tokenizer(folder: Path, config: Config) -> Any:
@@ -108,7 +117,7 @@ def _warm_up(config: Config, actor: Actor, tokenizer: Any, stop: Event, on_state
     return result
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(key: str, name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -116,5 +125,5 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         raise ConfigError(
-            f"model.path={name}: no such folder, and not to be had from the hub ({str(e).splitlines()[0]})"
+            f"{key}={name}: no such folder, and not to be had from the hub ({str(e).splitlines()[0]})"
         ) from e

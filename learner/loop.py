@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from common.config import Config
-from common.errors import LeewayError, Stopped
+from common.errors import LeewayError, Stopped, TrainingError
 from common.failpoints import failpoint
 from learner import ending, report, resume, validation
 from learner.ahead import Ahead, can_be_mended
@@ -47,8 +47,8 @@ class Learner:
     config: Config
     ranks: Ranks
     models: Models
-    feed: Any  # learner.feed.Feed
-    publisher: Any  # learner.publish.Publisher
+    feed: Any  # learner.feed.Feed, or one of learner.replay
+    publisher: Any  # learner.publish.Publisher, or learner.replay.NullPublisher
     control: Any  # common.control.Control
     checkpoints: Checkpoints
     writer: Any  # common.metrics.MetricsWriter
@@ -60,6 +60,7 @@ class Learner:
     ahead: Ahead | None = None  # None: each batch is claimed when the one before it is done
     published: int = -1  # newest version handed to the publisher
     saved: int = -1  # step of the newest checkpoint
+    given_back: int = -1  # the step whose batch was given back last
     said_at: float = float("-inf")  # when the log last said what the learner waits for
     stats: dict[str, Any] = field(default_factory=dict)  # the broker's, of the last step
     validations: validation.Validations = field(default_factory=validation.Validations)
@@ -85,7 +86,8 @@ class Learner:
 
         Raises:
             Stopped: told to stop while it waited for a batch.
-            LeewayError: too many steps in a row were not finite.
+            TrainingError: too many steps in a row were not finite.
+            LeewayError: the batch that was given back as too old came back too old.
         """
         clock, step, version = Clock(), self.progress.step + 1, self.progress.version
         with clock("claim"):
@@ -93,13 +95,16 @@ class Learner:
         if claim is None:
             return False
         failpoint("learner.after_claim")
+        if claim.skipped:
+            self.progress.count_skipped()
+            return True
         with clock("fetch"):
             batch = self.fetch(claim)
         if not self.is_young(batch, version, claim.limit):
-            self.feed.give_back(step=step, reason="stale")
+            self.give_back(step)
             return True
         self.look_ahead(step + 1)
-        settings, began = live_settings(self.config, self.control), time.time()
+        settings, began = claim.settings or live_settings(self.config, self.control), time.time()
         outcome = self.train(batch, settings, step=step, version=version, limit=claim.limit, clock=clock)
         span = [began, time.time()]
         failpoint("learner.before_ack")
@@ -191,6 +196,16 @@ class Learner:
         )  # fmt: skip
         return False
 
+    def give_back(self, step: int) -> None:
+        """Give the batch of `step` back, once: a broker that judges otherwise would hand it out for ever."""
+        self.feed.give_back(step=step, reason="stale")
+        if step == self.given_back:
+            raise LeewayError(
+                f"step {step}: two batches in a row had tokens outside the staleness limit, though the broker took "
+                "them for young enough; this is a fault of Leeway, please report it with the logs of both"
+            )
+        self.given_back = step
+
     def count(self, batch: Batch, outcome: Outcome, *, limit: int) -> None:
         """Note the row; after a skip make sure that the weights are still those of the version."""
         if outcome.applied:
@@ -242,7 +257,7 @@ class Learner:
 
     def refuse_to_go_on_skipping(self) -> None:
         if self.progress.skipped_in_a_row >= self.config.trainer.max_nonfinite_steps:
-            raise LeewayError(
+            raise TrainingError(
                 f"{self.progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
                 "(trainer.max_nonfinite_steps); lower actor.optim.lr, or continue from an earlier checkpoint"
             )
@@ -276,7 +291,7 @@ def train_step(
             config, batch, start, kl_controller=models.kl_controller, step=step, young=batch.young(version, limit)
         )
         metrics |= report.target_metrics(targets, batch.mask)
-        metrics |= report.drift_metrics(batch, start, targets, version=version)
+        metrics |= report.drift_metrics(batch, start, targets, version=version, young=batch.young(version, limit))
         metrics |= report.packing_metrics(batch, micros)
         metrics["actor/kl_coef"] = torch.tensor(kl_coef_of(config, settings, step))
     failpoint("learner.before_update")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,15 +109,17 @@ def load_actor(folder: str | Path, *, trust_remote_code: bool = False) -> Actor:
     """
     from transformers import AutoModelForCausalLM
 
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"model.path={folder}: not a loadable causal LM ({str(e).splitlines()[0]})") from e
+    lm = _from_folder(AutoModelForCausalLM, folder, "model.path", "causal LM", trust_remote_code)
     actor = Actor(without_dropout(lm))
     check_head(actor)
     return actor
+
+
+def vocab_size(folder: str | Path, *, trust_remote_code: bool = False) -> int:
+    """Number of token ids of the model in `folder`."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
 
 
 @torch.no_grad()
@@ -137,13 +140,24 @@ def check_head(actor: Actor) -> None:
 
 
 def load_critic(folder: str | Path, *, trust_remote_code: bool = False) -> Critic:
-    """A value head on the backbone in `folder`."""
+    """A value head on the backbone in `folder`.
+
+    Raises:
+        ConfigError: not a model.
+    """
     from transformers import AutoModel
 
-    backbone = AutoModel.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
-    )
-    return Critic(without_dropout(backbone))
+    return Critic(without_dropout(_from_folder(AutoModel, folder, "critic.model_path", "model", trust_remote_code)))
+
+
+def _from_folder(kind: Any, folder: str | Path, key: str, what: str, trust_remote_code: bool) -> Any:
+    try:
+        return kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as e:
+        first = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise ConfigError(f"{key}={folder}: not a loadable {what} ({first})") from e
 
 
 def without_dropout(module: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import nn
 
 from common.config import Config
 from learner.estimates import KLController, make_kl_controller
+from learner.initial import model_folder
 from learner.model import Actor, freeze, load_actor, load_critic, shard
 from learner.optim import make_optimizer
 from learner.ranks import Ranks
@@ -38,7 +39,8 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
     actor = _placed(load_actor(folder, trust_remote_code=remote), config, ranks)
     critic = reference = None
     if config.needs_critic:
-        backbone = config.critic.model_path or folder
+        own = config.critic.model_path
+        backbone = model_folder("critic.model_path", own) if own else folder
         module = _placed(load_critic(backbone, trust_remote_code=remote), config, ranks)
         critic = Trainee("critic", module, make_optimizer(module, config.critic.optim), config.critic)
     if config.needs_reference:

@@ -20,6 +20,7 @@ from learner.progress import Progress
 
 Metrics = dict[str, Tensor]
 LARGE = 1 << 62
+MAX_PARTS = 32
 
 
 class Clock:
@@ -47,7 +48,8 @@ def numbers(metrics: Metrics) -> dict[str, float]:
     """Scalar tensors → floats, in one transfer."""
     if not metrics:
         return {}
-    values = torch.stack([v.detach().double().reshape(()) for v in metrics.values()]).tolist()
+    device = next((v.device for v in metrics.values() if v.device.type != "cpu"), torch.device("cpu"))
+    values = torch.stack([v.detach().to(device, torch.float64).reshape(()) for v in metrics.values()]).tolist()
     return dict(zip(metrics, values, strict=True))
 
 
@@ -72,9 +74,11 @@ def batch_metrics(batch: Batch, *, version: int, limit: int, config: Config) -> 
     newest = batch.behavior_versions.masked_fill(~there, -1).amax(-1)
     young = batch.young(version, limit)
     age = (version - batch.behavior_versions)[young].float()  # [tokens]
+    oldest_age = (version - batch.behavior_versions).masked_fill(~young, 0).amax(-1)  # [batch]
     mixed = (newest > oldest).float()
     return {
         **_spread("critic/score/", batch.scores),
+        **_reward_parts(batch),
         "critic/groups_without_signal": _share_without_signal(batch),
         **_spread("response_length/", responses),
         "response_length/clip_ratio": (responses >= config.data.max_response_length).float().mean(),
@@ -83,11 +87,29 @@ def batch_metrics(batch: Batch, *, version: int, limit: int, config: Config) -> 
         **_spread("staleness/", age),
         "staleness/fresh_fraction": (age == 0).float().mean(),
         "staleness/masked_fraction": 1 - young.sum() / sampled.sum(),
+        "staleness/group_age_mean": _mean_over_groups(oldest_age, batch),
         "staleness/mixed_samples": mixed.mean(),
         "staleness/num_multi_version_samples": mixed.sum(),
         "perf/total_num_tokens": torch.tensor(batch.num_tokens),
         "perf/num_response_tokens": responses.sum(),
     }
+
+
+def _reward_parts(batch: Batch) -> Metrics:
+    """Of the samples that have the part; the first `MAX_PARTS` names."""
+    values: dict[str, list[float]] = {}
+    for parts in batch.reward_parts:
+        for name, value in parts.items():
+            values.setdefault(name.replace("/", "_"), []).append(value)
+    shown = sorted(values)[:MAX_PARTS]
+    return {k: v for name in shown for k, v in _spread(f"reward_parts/{name}/", torch.tensor(values[name])).items()}
+
+
+def _mean_over_groups(ages: Tensor, batch: Batch) -> Tensor:
+    """Mean over groups of the largest of `ages` [batch] in each."""
+    groups, number = batch.group_ids.unique(return_inverse=True)
+    largest = torch.zeros(len(groups), dtype=ages.dtype, device=ages.device)
+    return largest.scatter_reduce(0, number, ages, reduce="amax", include_self=True).double().mean()
 
 
 def _share_without_signal(batch: Batch) -> Tensor:
@@ -126,39 +148,55 @@ def target_metrics(targets: Targets, sampled: Tensor) -> Metrics:
     return metrics
 
 
-def drift_metrics(batch: Batch, start: StartOfStep, targets: Targets, *, version: int) -> Metrics:
+def drift_metrics(
+    batch: Batch, start: StartOfStep, targets: Targets, *, version: int, young: Tensor
+) -> Metrics:  # fmt: skip
     """How far sampler and learner are apart, before the first update.
 
+    Drift is over the sampled tokens; weights and entropy, which act on the loss, over the live ones.
     `logprob_diff_max` is over tokens sampled by exactly the version being trained, where anything
     but rounding is a fault.
+
+    young: [batch, response] bool, the sampled tokens that the staleness limit left to rejection.
     """
     metrics: Metrics = {}
-    proximal = start.proximal_logprobs
+    proximal, live = start.proximal_logprobs, targets.live
     if proximal is not None:
         drift = offpolicy_metrics(proximal, batch.behavior_logprobs, batch.mask)
         metrics = {f"rollout_corr/{k}": v for k, v in drift.items()}
         same = batch.mask & (batch.behavior_versions == version)
         difference = (proximal - batch.behavior_logprobs).abs().masked_fill(~same, 0)
         metrics["rollout_corr/logprob_diff_max"] = difference.amax()
+        metrics["rollout_corr/logprob_diff_mean"] = difference.sum() / same.sum().clamp(min=1)
         metrics["rollout_corr/num_same_version_tokens"] = same.sum()
     if targets.is_weights is not None:
-        weights = targets.is_weights[batch.mask]
+        weights = targets.is_weights[live]
         metrics |= _spread("rollout_corr/rollout_is_", weights)
         metrics["rollout_corr/rollout_is_std"] = _variance(weights).sqrt()
         metrics["rollout_corr/rollout_is_eff_sample_size"] = weights.sum().square() / (
             len(weights) * weights.square().sum()
         ).clamp(min=1e-8)
-    num_sampled = batch.mask.sum()
-    metrics["rollout_corr/rollout_rs_masked_fraction"] = 1 - targets.live.sum() / num_sampled
+    metrics["rollout_corr/rollout_rs_masked_fraction"] = _share_lost(young, live)
+    metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _share_lost(young.any(-1), live.any(-1))
     if start.entropy is not None:
-        metrics["actor/entropy"] = start.entropy.masked_fill(~batch.mask, 0).sum() / num_sampled
+        metrics["actor/entropy"] = start.entropy.masked_fill(~live, 0).sum() / live.sum().clamp(min=1)
     return metrics
+
+
+def _share_lost(before: Tensor, after: Tensor) -> Tensor:
+    return 1 - after.sum() / before.sum().clamp(min=1)
 
 
 def time_metrics(clock: Clock, batch: Batch) -> dict[str, float]:
     """Where the time of a step went; all of it since the clock was made."""
     step_s, claim_s = clock.total_s, clock.seconds.get("claim", 0.0)
-    return {
+    memory = {}
+    if torch.cuda.is_available():
+        memory = {
+            "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+        }
+    return memory | {
         **{f"timing_s/{name}": s for name, s in clock.seconds.items()},
         "timing_s/step": step_s,
         "perf/time_per_step": step_s,
@@ -177,6 +215,8 @@ def progress_metrics(p: Progress, config: Config) -> dict[str, float]:
         "training/samples_trained": p.samples_trained,
         "training/tokens_trained": p.tokens_trained,
     }
+    if config.truncates_sampling:
+        values["rollout_corr/truncated_sampling"] = 1
     if (mean := p.goal_mean(config.run.goal_window)) is not None:
         values["training/goal_mean"] = mean
     return values

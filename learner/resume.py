@@ -42,6 +42,7 @@ def resume(learner: Learner, attached: Any) -> None:
             f"says step {attached.step}, version {attached.version}"
         )
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
+    learner.validations.asked |= set(learner.feed.validations_asked())
 
 
 def refuse_to_start_over(learner: Learner, attached: Any) -> None:

@@ -153,6 +153,7 @@ def actor_loss(
         if with_entropy:
             entropy = aggregate(micro.scatter(token_entropy), live, **denominators)
             value = value - settings["actor.entropy_coeff"] * entropy
+            metrics["actor/entropy_loss"] = entropy.detach()
         if options.use_kl_loss:
             penalty = kl_penalty(logprobs, targets.ref_logprobs[rows], kind=options.kl_loss_type)
             kl = aggregate(penalty, live, **denominators)

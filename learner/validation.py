@@ -28,7 +28,14 @@ class Validations:
     def collect(self, learner: Learner) -> None:
         """Fetch results, if any are outstanding."""
         if self.asked - self.results.keys():
-            self.results |= {r["step"]: r for r in learner.feed.validations() if r["step"] in self.asked}
+            for r in learner.feed.validations():
+                if r["step"] in self.asked and r["step"] not in self.results:
+                    self.results[r["step"]] = r
+                    if r["score"] is None:
+                        learner.log.warning(
+                            "validation of version %d: no held-out prompt could be scored (%d dropped); see "
+                            "the generators' logs", r["version"], r["num_dropped"],
+                        )  # fmt: skip
 
     def metrics(self, learner: Learner) -> dict[str, float]:
         """The newest result that was not reported yet, for the metrics line of this step."""
@@ -39,8 +46,8 @@ class Validations:
         self.reported |= set(fresh)
         r = self.results[fresh[-1]]
         source = learner.config.data.task or "held_out"
-        return {
-            f"val-core/{source}/reward/mean@1": r["score"],
+        score = {} if r["score"] is None else {f"val-core/{source}/reward/mean@1": r["score"]}
+        return score | {
             "val/version": r["version"],
             "val/step": r["step"],
             "val/num_samples": r["num_samples"],
@@ -48,11 +55,14 @@ class Validations:
 
 
 def ask_if_due(learner: Learner, *, always: bool = False) -> None:
-    """Ask for a validation of the version just published, every `trainer.test_freq` steps."""
-    step, trainer = learner.progress.step, learner.config.trainer
-    due = trainer.test_freq > 0 and step > 0 and step % trainer.test_freq == 0
+    """Ask for a validation of the version just published, if one is due since the last that was asked for.
+
+    Every `trainer.test_freq` steps, or as soon after as a version is published.
+    """
+    step, trainer, asked = learner.progress.step, learner.config.trainer, learner.validations.asked
+    due = trainer.test_freq > 0 and step // trainer.test_freq > max(asked, default=0) // trainer.test_freq
     due |= always or (trainer.val_before_train and step == 0)
-    if due and step not in learner.validations.asked:
+    if due and step not in asked:
         learner.feed.validate(step=step, version=learner.published)
         learner.validations.asked.add(step)
 
@@ -66,7 +76,8 @@ def validate_last(learner: Learner) -> None:
     while time.monotonic() < deadline and not learner.stop.is_set():
         validations.collect(learner)
         if (result := validations.results.get(learner.progress.step)) is not None:
-            learner.log.info("held-out score of version %d: %.3f", result["version"], result["score"])
+            if result["score"] is not None:
+                learner.log.info("held-out score of version %d: %.3f", result["version"], result["score"])
             return
         learner.stop.wait(POLL_S)
     learner.log.warning("the last validation did not come back within %.0f s", FINAL_WAIT_S)

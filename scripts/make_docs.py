@@ -1,4 +1,4 @@
-"""Makes docs/config.md, docs/metrics.md and docs/protocol.md from the code.
+"""Makes docs/config.md, docs/metrics.md, docs/protocol.md and docs/rollouts.md from the code.
 
 python scripts/make_docs.py            write them
 python scripts/make_docs.py --check    exit 1 if one is not up to date
@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import wire  # noqa: E402
+from common import rollouts, wire  # noqa: E402
 from common.loading import VERL_NAMES, config_paths  # noqa: E402
 from common.metric_table import METRICS  # noqa: E402
 
@@ -27,7 +27,8 @@ NOTE = "<!-- Made by scripts/make_docs.py; change the code, not this file. -->"
 
 def pages() -> dict[str, str]:
     """File name → content."""
-    return {"config.md": config_page(), "metrics.md": metrics_page(), "protocol.md": protocol_page()}
+    return {"config.md": config_page(), "metrics.md": metrics_page(), "protocol.md": protocol_page(),
+            "rollouts.md": rollouts_page()}  # fmt: skip
 
 
 # ---------------------------------------------------------------- config
@@ -77,6 +78,32 @@ def metrics_page() -> str:
         "", "| metric | unit | meaning |", "|---|---|---|",
     ]  # fmt: skip
     lines += [f"| `{_cell(name)}` | {unit} | {_cell(meaning)} |" for name, (unit, meaning) in METRICS.items()]
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------- rollouts
+def rollouts_page() -> str:
+    lines = [
+        "# Rollouts in a file", "", NOTE, "",
+        "`launch.py export RUN_DIR OUT.parquet [--where SQL] [--no-text]` writes one row for each sample whose "
+        "tokens the ledger still has (`ledger.keep_bytes`), and says how many were left out and why. "
+        "`launch.py replay OUT.parquet CONFIG …` trains on such a file (docs/replay.md), also on one that was made "
+        "elsewhere: the bold columns are needed, any other may be absent or null. Integers and floats of another "
+        "width are converted if nothing is lost.",
+        "", "A list has one value per token. Log-probabilities are of the distribution that was really sampled "
+        "(after temperature and any truncation): the correction of the algorithm is made of them.",
+        "", "| column | type | meaning |", "|---|---|---|",
+    ]  # fmt: skip
+    for name, (kind, meaning) in rollouts.COLUMNS.items():
+        shown = f"**`{name}`**" if name in rollouts.REQUIRED else f"`{name}`"
+        lines.append(f"| {shown} | {kind} | {_cell(meaning)} |")
+    lines += [
+        "", "The file's metadata has `leeway.rollouts` (schema version), `leeway.config` (YAML of the run's config).",
+        "", "A row is refused, by its number, if a list has another length than `response_ids`, a token is outside "
+        "the model's vocabulary, a response or prompt is empty, or the log-probability of a sampled token is not "
+        "finite or above 0. A sample with a fault or without a reward is left out of its group, and a held-out group "
+        "is left out, both counted.",
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

@@ -85,6 +85,8 @@ class SimulatedClaim:
     limit: int
     samples: list[Sample]
     short: bool = False
+    settings: dict[str, float] | None = None
+    skipped: bool = False
 
 
 @dataclass
@@ -171,6 +173,9 @@ class SimulatedFeed:
     def validate(self, *, step: int, version: int) -> None: ...
 
     def validations(self) -> list[dict[str, Any]]:
+        return []
+
+    def validations_asked(self) -> list[int]:
         return []
 
 

@@ -101,7 +101,7 @@ class Walk:
         }
 
     def _deliver(self, generator, header):
-        verdict = self.ledger.commit(generator, header, self.now)
+        verdict = self.ledger.commit(generator, header, self.now, 1)
         if verdict == "stored":
             key = (header["group"], header["attempt"], header["index"])
             assert key not in self.stored and key not in {_key(s) for s in self._samples}, "stored twice"
@@ -291,6 +291,7 @@ class Walk:
         assert counts["dropped"] == sum(d.count for d in ledger.drops.values())
         claimed = {key for claim in ledger.claims for key in claim.keys}
         assert claimed == {a.key for a in ledger.live.values() if a.state == "claimed"}, "claimed by no claim"
+        assert ledger.untrained_bytes == sum(len(a.samples) for a in ledger.live.values()), "bytes are miscounted"
         groups = [a.group for a in ledger.live.values()]
         assert len(groups) == len(set(groups)), "two live attempts of one group"
         for a in ledger.live.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 import uuid
@@ -32,13 +33,14 @@ def make_sample(group=0, attempt=0, index=0, *, num_tokens=6, version=0, **chang
 class SimulatedGenerator:
     """A thread that answers each lease with made-up samples after ``delay_s``.
 
-    ``only``: the indices it ever finishes. Keeps what was acknowledged in ``acked`` and sends the rest
+    ``only``: the indices it ever finishes; ``reorder``: so many messages are sent in any order; ``deaf``:
+    goes on with leases that were cancelled. Keeps what was acknowledged in ``acked`` and sends the rest
     again, like a real one.
     """
 
     def __init__(
         self, address: Callable[[], str | None], run_id: str, name: str, *, version=0, capacity=64, delay_s=0.0,
-        make: Callable[..., Sample] = make_sample, duplicate=1, only: set[int] | None = None,
+        make: Callable[..., Sample] = make_sample, duplicate=1, only: set[int] | None = None, reorder=1, deaf=False,
     ):  # fmt: skip
         self.name, self.version, self.capacity, self.duplicate = name, version, capacity, duplicate
         self.acked: set[tuple[int, int, int]] = set()
@@ -47,7 +49,8 @@ class SimulatedGenerator:
         self.cancelled: list[tuple[int, int, str]] = []
         self.paused = threading.Event()  # set: leases are taken, nothing is made
         self._address, self._run_id, self._delay_s, self._make = address, run_id, delay_s, make
-        self._only = only
+        self._only, self._deaf = only, deaf
+        self._reorder, self._held_back, self._random = reorder, [], random.Random(name)
         self._incarnation = uuid.uuid4().hex
         self._unacked: dict[tuple[int, int, int], tuple[list[bytes], float]] = {}
         self._due: list[tuple[float, int, int, int]] = []
@@ -138,6 +141,8 @@ class SimulatedGenerator:
         elif op == "cancel":
             lease = (fields["group"], fields["attempt"])
             self.cancelled.append((*lease, fields["reason"]))
+            if self._deaf:
+                return
             self._due = [item for item in self._due if item[1:3] != lease]
             self._unacked = {k: v for k, v in self._unacked.items() if k[:2] != lease}
         elif op == "wait":
@@ -149,8 +154,12 @@ class SimulatedGenerator:
         for _, group, attempt, index in due:
             frames = encode_sample(self._make(group, attempt, index, version=self.version))
             self._unacked[group, attempt, index] = (frames, now)
-            for _ in range(self.duplicate):
+            self._held_back += [frames] * self.duplicate
+        if len(self._held_back) >= self._reorder or not self._due:
+            self._random.shuffle(self._held_back) if self._reorder > 1 else None
+            for frames in self._held_back:
                 dealer.send(frames)
+            self._held_back = []
         for key, (frames, sent_at) in list(self._unacked.items()):
             if now - sent_at > RESEND_S:
                 self._unacked[key] = (frames, now)

@@ -1,9 +1,12 @@
-"""The reward of this run, as the config says: the user's function or a built-in one, and the length penalty."""
+"""The reward of this run, as the config says: the user's function or a built-in one.
+
+The overlong penalty is no part of it: the learner adds it (`learner/estimates.py`), so what is
+reported, validated and filtered by is the score itself.
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 from common.answers import scoring_fault
@@ -41,19 +44,16 @@ class Scorer:
             return None
         return scoring_fault(row["data_source"], row["reward_model"]["ground_truth"])
 
-    async def score(self, row: dict[str, Any], text: str, num_tokens: int) -> Score:
-        """The score of a response of ``num_tokens`` tokens; raises only if scoring is impossible altogether."""
+    async def score(self, row: dict[str, Any], text: str) -> Score:
+        """The score of a response; raises only if scoring is impossible altogether."""
         arguments = (row["data_source"], text, row["reward_model"]["ground_truth"], row.get("extra_info"))
         if self._custom is not None:
-            score = await self._custom.score(*arguments)
-        else:
-            scorer = built_in(row["data_source"])
-            assert scorer is not None  # `row_fault` was asked
-            if scorer.isolated:
-                score = await self._isolated_process(scorer).score(*arguments)
-            else:
-                score = self._here(scorer, *arguments)
-        return self._with_length_penalty(score, num_tokens)
+            return await self._custom.score(*arguments)
+        scorer = built_in(row["data_source"])
+        assert scorer is not None  # `row_fault` was asked
+        if scorer.isolated:
+            return await self._isolated_process(scorer).score(*arguments)
+        return self._here(scorer, *arguments)
 
     def close(self) -> None:
         for process in [self._custom, *self._isolated.values()]:
@@ -84,18 +84,3 @@ class Scorer:
             start_timeout_s=self._config.run.start_timeout_s,
             log=self._log,
         )
-
-    def _with_length_penalty(self, score: Score, num_tokens: int) -> Score:
-        buffer = self._config.reward.overlong_buffer
-        if not buffer.enable or score.value is None:
-            return score
-        penalty = overlong_penalty(num_tokens, self._config.data.max_response_length, buffer.len, buffer.penalty_factor)
-        return replace(
-            score, value=score.value + penalty, parts={**score.parts, "score": score.value, "overlong": penalty}
-        )
-
-
-def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:
-    """DAPO's soft penalty (Yu et al. 2025, eq. 13): 0, then falling to ``-factor`` over the last ``buffer_tokens``."""
-    excess = num_tokens - (max_tokens - buffer_tokens)
-    return min(0.0, -factor * min(excess / buffer_tokens, 1.0))

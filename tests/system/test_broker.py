@@ -9,8 +9,10 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from broker.database import PAGE_BYTES
 from common.control import Control, start_server
 from common.errors import DeadlineError, FencedError, LedgerError, NoSignalError, Stopped
 from common.processes import child_environment, spawn
@@ -118,7 +120,7 @@ def wait_for(condition, what, timeout_s=10.0):
         time.sleep(0.02)
 
 
-def train(feed, *, steps, version=None, first=None, generators=(), look_ahead=False):
+def train(feed, *, steps, version=None, first=None, generators=(), look_ahead=False, checkpoint_every=0, delay_s=0.0):
     """Steps of a learner that does nothing with its batches; generators get each version at once."""
     attached = feed.attach() if first is None else None
     step, version = (attached.step + 1, attached.version) if attached else (first, version)
@@ -139,9 +141,12 @@ def train(feed, *, steps, version=None, first=None, generators=(), look_ahead=Fa
             step=step, applied=True, reason="", settings=SETTINGS, digest=f"d{step}", optimizer_span=[now - 0.01, now]
         )
         assert stepped.version == version + 1
+        if checkpoint_every and step % checkpoint_every == 0:
+            feed.checkpoint_valid(step=step, path=f"step_{step}")
         step, version = step + 1, version + 1
         for generator in generators:
             generator.version = version
+        time.sleep(delay_s)
     if ahead is not None:
         ahead.close()
     return stepped
@@ -167,19 +172,35 @@ def test_samples_become_steps_and_the_ledger_can_be_asked(run):
 
 def test_killed_brokers_lose_nothing_acknowledged_and_train_nothing_twice(run):
     """At each of these points the broker kills itself under load; the run goes on with the next one."""
-    points = ["broker.before_commit:40", "broker.after_commit:40", "broker.before_send:40", "broker.after_send:40",
-              "broker.during_claim:2"]  # fmt: skip
-    run.broker(failpoint=points[0])
+    kill_at_each_point(run, repeats=1)
+
+
+@pytest.mark.soak
+def test_brokers_killed_twenty_times_at_each_point_lose_nothing(run):
+    kill_at_each_point(run, repeats=20)
+
+
+def kill_at_each_point(run, *, repeats):
+    points = repeats * [
+        "broker.before_commit:40", "broker.after_commit:40", "broker.before_send:40", "broker.after_send:40",
+        "broker.during_claim:2", "broker.during_compaction:1",
+    ]  # fmt: skip
+    steps, bounds = 10 * len(points), ("ledger.keep_bytes=0",)  # a checkpoint takes payloads with it
+    run.broker(*bounds, failpoint=points[0])
     generators = [run.generator(f"generator-{i}", delay_s=0.005, duplicate=2) for i in range(2)]
     feed, done = run.feed(timeout_s=60), threading.Event()
-    work = lambda: (train(feed, steps=60, generators=generators, look_ahead=True), done.set())  # noqa: E731
+
+    def work():
+        train(feed, steps=steps, generators=generators, look_ahead=True, checkpoint_every=2)
+        done.set()
+
     learner = threading.Thread(target=work, daemon=True)
     learner.start()
     for following in [*points[1:], ""]:
         process = run.brokers[-1]
         wait_for(lambda p=process: p.poll() == -signal.SIGKILL, "kill by the failpoint", 30)
-        run.broker(failpoint=following)
-    assert done.wait(60)
+        run.broker(*bounds, failpoint=following)
+    assert done.wait(60 * repeats)
     wait_for(lambda: all(not g._unacked for g in generators), "acknowledgement of everything")
     stored = set(run.query("SELECT grp, attempt, idx FROM samples"))
     acked = set().union(*(g.acked for g in generators))
@@ -187,9 +208,63 @@ def test_killed_brokers_lose_nothing_acknowledged_and_train_nothing_twice(run):
         f"SELECT 1 FROM attempts WHERE grp = {key[0]} AND attempt = {key[1]} AND state = 'dropped'")}  # fmt: skip
     assert acked - stored == late  # what is not stored came after its group was dropped
     trained = run.query("SELECT grp, COUNT(*) FROM attempts WHERE state = 'trained' GROUP BY grp HAVING COUNT(*) > 1")
-    assert trained == [] and run.query("SELECT COUNT(*) FROM steps")[0][0] == 60
-    assert run.query("SELECT COUNT(*) FROM attempts WHERE state = 'trained'")[0][0] == 60 * B
+    assert trained == [] and run.query("SELECT COUNT(*) FROM steps")[0][0] == steps
+    assert run.query("SELECT COUNT(*) FROM attempts WHERE state = 'trained'")[0][0] == steps * B
     assert run.query("SELECT COUNT(*) FROM trained_tokens WHERE trained_at - sampled_at > staleness_limit") == [(0,)]
+
+
+def test_duplicates_any_order_and_a_generator_that_returns_train_nothing_twice(run):
+    """Everything comes twice, in any order within 64 messages, also from one whose leases went to another."""
+    run.broker("ledger.lease_timeout_s=0.6")
+    returning = run.generator("generator-late", deaf=True, duplicate=2, reorder=64)
+    returning.paused.set()
+    wait_for(lambda: returning.seen["lease"] >= B, "leases of the one that stops")
+    others = [run.generator(f"generator-{i}", duplicate=2, reorder=64) for i in range(2)]
+    wait_for(lambda: returning.cancelled, "end of its leases")
+    returning.paused.clear()  # it sends what it was told to forget
+    feed = run.feed()
+    stepped = train(feed, steps=25, generators=[*others, returning])
+    assert stepped.stats["queue/late_samples"] > 0 and stepped.stats["queue/duplicate_samples"] > 25 * B
+    rows = run.query("SELECT grp, COUNT(*), COUNT(DISTINCT step) FROM attempts WHERE state = 'trained' GROUP BY grp")
+    assert len(rows) == 25 * B and {row[1:] for row in rows} == {(1, 1)}
+    assert run.query(
+        "SELECT COUNT(*) FROM samples s JOIN attempts a USING (grp, attempt) WHERE a.state = 'trained' AND "
+        "a.num_leases = 1 AND s.generator != a.generator"
+    ) == [(0,)]  # fmt: skip
+
+
+def test_a_slow_learner_holds_the_generators_up_and_nobodys_memory_grows(run):
+    slow_learner(run, seconds=8.0)
+
+
+@pytest.mark.soak
+def test_a_slow_learner_for_a_minute(run):
+    slow_learner(run, seconds=60.0)
+
+
+def slow_learner(run, *, seconds):
+    """A learner at full speed, then ten times slower, then at full speed again."""
+    process = psutil.Process(run.broker("staleness.max=3", "ledger.untrained_bytes=6000").pid)
+    generators = [run.generator(f"generator-{i}") for i in range(2)]
+    feed, num = run.feed(), 30
+    start = time.monotonic()
+    stepped = train(feed, steps=num, generators=generators)
+    full_s = (time.monotonic() - start) / num
+    before, end, step = process.memory_info().rss, time.monotonic() + seconds, num
+    bounds = []
+    while time.monotonic() < end:
+        stepped = train(feed, steps=1, first=step + 1, version=step, generators=generators, delay_s=9 * full_s)
+        bounds.append(stepped.stats["queue/untrained_bytes"])
+        step += 1
+    assert process.memory_info().rss - before < 16e6
+    assert max(bounds) < 6_000 + 4 * B * N * 600  # what was leased when the bound was reached still comes
+    assert any(reason.startswith("untrained data") for g in generators for reason in g.wait_reasons)
+    assert all(len(g._unacked) <= 4 * B * N for g in generators)
+    start = time.monotonic()
+    stepped = train(feed, steps=num, first=step + 1, version=step, generators=generators)
+    assert time.monotonic() - start < 5.0 + 2 * num * full_s
+    states = stepped.stats["states"]
+    assert states["trained"] == (step + num) * B and sum(states.values()) == stepped.stats["issued"]
 
 
 def test_a_second_learner_fences_the_first_and_redoes_its_rows(run):
@@ -229,8 +304,8 @@ def test_a_damaged_ledger_is_refused_by_name(run):
     process.wait()  # a clean end: everything is in the file itself, nothing in its log
     path = run.dir / "ledger.sqlite"
     with open(path, "r+b") as file:
-        file.seek(2 * 4096)
-        file.write(os.urandom(4096 * 3))
+        file.seek(2 * PAGE_BYTES)
+        file.write(os.urandom(PAGE_BYTES))
     process = run.broker(wait=False)
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1

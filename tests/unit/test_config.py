@@ -43,12 +43,13 @@ def test_verls_prefix_and_names_are_understood():
         [
             *GOOD, "actor_rollout_ref.rollout.n=3", "+actor_rollout_ref.actor.clip_ratio=0.3",
             "trainer.total_training_steps=7", "algorithm.rollout_correction.bypass_mode=true",
-            "reward_model.overlong_buffer.len=4", "algorithm.kl_ctrl.kl_coef=0.01",
+            "reward_model.overlong_buffer.len=4", "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=2",
+            "algorithm.kl_ctrl.kl_coef=0.01",
         ],
     )  # fmt: skip
     assert (config.rollout.n, config.actor.clip_ratio, config.run.max_steps) == (3, 0.3, 7)
     assert (config.algorithm.proximal, config.reward.overlong_buffer.len) == ("bypass", 4)
-    assert config.algorithm.kl_ctrl.kl_coef == 0.01
+    assert (config.algorithm.kl_ctrl.kl_coef, config.reward.overlong_buffer.penalty_factor) == (0.01, 2.0)
 
 
 def test_run_id_is_the_configs_name_and_the_time_and_the_folder_follows(tmp_path, monkeypatch):
@@ -84,6 +85,8 @@ def test_every_key_has_a_sentence():
         ("weights.publish_every=4", "weights.publish_every=4: larger than staleness.max + 1 = 3"),
         ("rollout.top_p=0.9", "rollout.top_p=0.9, rollout.top_k=-1: the learner's log-probs"),
         ("rollout.top_k=50", "rollout.top_p=1.0, rollout.top_k=50: the learner's log-probs"),
+        ("rollout.n=70000", "rollout.n=70000: a group has at most 65536 samples"),
+        ("ledger.max_attempts=5000", "command line: ledger.max_attempts=5000: input should be less than or equal to"),
         ("model.path=/x", "model.path: give exactly one of"),
         ("data.train_files=x.jsonl", "data.train_files: give exactly one of"),
         ("actor.ppo_mini_batch_size=48", "actor.ppo_mini_batch_size=48: must divide data.train_batch_size=64"),

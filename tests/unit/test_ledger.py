@@ -4,6 +4,7 @@ import pytest
 
 from broker.ledger import Ledger
 from broker.records import Claim, Rules
+from common.config import MAX_ATTEMPTS
 from common.errors import FencedError, LedgerError, NoSignalError
 
 B, N = 2, 2
@@ -184,6 +185,21 @@ def test_a_group_without_its_greedy_sample_is_dropped():
     for index in (2, 3):
         ledger.commit("g", header(kept, index), 0.0)
     assert kept.state == "ready"  # one sample and its baseline
+
+
+def test_at_the_bound_of_untrained_bytes_nothing_is_leased_once_a_batch_is_ready():
+    ledger = make(limit=3, untrained_bytes=100)
+    epoch = ledger.attach("learner", "1")
+    for size in (100, 0):  # the bound is below one batch: it is filled all the same
+        attempt = lease(ledger)
+        for index in range(N):
+            ledger.commit("g", header(attempt, index), 0.0, size)
+    assert lease(ledger) is None
+    assert ledger.refusal(0) == "untrained data: 200 bytes wait for the learner (ledger.untrained_bytes)"
+    ledger.claim(epoch, 1, 0, B)
+    assert lease(ledger) is None
+    ledger.acknowledge(epoch, 1, applied=True)
+    assert ledger.untrained_bytes == 0 and lease(ledger) is not None
 
 
 def test_under_mask_a_group_is_as_old_as_its_newest_token():
@@ -582,6 +598,14 @@ def test_stop_releases_leases_without_spending_attempts():
     assert ledger.release_leases("shutdown") == 1
     assert states(ledger) == {"dropped": 1, "pending": 1}
     assert lease(ledger).key == (attempt.group, 1)
+
+
+def test_even_attempts_that_do_not_count_end_where_numbers_do():
+    ledger = make(max_attempts=1)
+    for number in range(MAX_ATTEMPTS):
+        assert lease(ledger).key == (0, number)
+        ledger.release_leases("shutdown")
+    assert lease(ledger).key == (1, 0) and ledger.counters.num_exhausted == 1
 
 
 def test_a_checkpoint_is_valid_only_of_an_acknowledged_step():

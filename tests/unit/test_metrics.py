@@ -125,3 +125,33 @@ w.close()
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     kept = list(Path(tmp_path, "run", "wandb").glob("offline-run-*/*.wandb"))
     assert len(kept) == 1 and kept[0].stat().st_size > 0
+
+
+def expanded(pattern):
+    """The names a pattern stands for; ``<x>`` stays."""
+    match = re.search(r"\{([^}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    ways = [pattern[: match.start()] + word + pattern[match.end() :] for word in match[1].split(",")]
+    return [name for way in ways for name in expanded(way)]
+
+
+def test_no_metric_is_declared_that_no_code_writes():
+    """Each name stands in the source: whole, as the stem of a spread, or as a word that code puts behind a prefix."""
+    root = Path(__file__).resolve().parents[2]
+    source = "\n".join(p.read_text() for part in ("learner", "broker") for p in sorted((root / part).glob("*.py")))
+
+    def written(name):
+        stem, _, word = name.rpartition("/")
+        spread = re.fullmatch(r"(.*[/_])(mean|std|max|min)", name)
+        ways = [f'"{name}"']
+        ways += [f'"{spread[1]}"'] if spread else []
+        ways += [f'"{word}"'] if stem in ("rollout_corr", "timing_s", "queue") else []
+        ways += [f'name}}/{word}"'] if stem in ("actor", "critic") else []
+        ways += [f"    {word}: "] if stem == "warmup" else []
+        text = source.replace("{name}/", "<part>/").replace("{source}/", "<task>/").replace("{reason}", "<reason>")
+        return any(way in text for way in ways)
+
+    assert not written("queue/never_heard_of") and not written("critic/never/mean")
+    missing = [name for pattern in METRICS for name in expanded(pattern) if not written(name)]
+    assert missing == []

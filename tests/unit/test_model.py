@@ -53,6 +53,8 @@ def test_the_folder_with_the_first_weights_is_made_once(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path=.*: not a loadable causal LM"):
         load_actor(tmp_path)
+    with pytest.raises(ConfigError, match=r"critic.model_path=.*: not a loadable model"):
+        load_critic(tmp_path)
     with pytest.raises(ConfigError, match="tokenizer cannot be loaded"):
         load_tokenizer(tmp_path, make_config())
 
@@ -99,6 +101,13 @@ def test_a_critic_starts_at_0_and_answers_for_the_prefix(tmp_path: Path) -> None
     assert critic(micro).tolist() == [0.0] * len(micro.targets)
     torch.nn.init.ones_(critic.value_head.weight)
     assert critic(micro).abs().sum() > 0
+
+
+def test_the_critics_own_folder_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = make_config("algorithm.adv_estimator=gae", "critic.model_path=~/critic")
+    folder = initial_weights(tmp_path / "critic", config)
+    assert load_models(config, folder, alone()).critic is not None
 
 
 def test_a_digest_changes_with_one_bit_and_with_a_swap_of_tensors() -> None:

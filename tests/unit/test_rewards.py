@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 
+import numpy as np
 import psutil
 import pytest
 
@@ -17,7 +18,10 @@ from common.config import Config
 from common.errors import ConfigError, DeadlineError
 from generators.rewards import ERROR, INVALID, TIMEOUT, Score
 from generators.rewards.pool import RewardProcess
-from generators.rewards.scorer import Scorer, overlong_penalty
+from generators.rewards.scorer import Scorer
+from learner.batch import make_batch
+from learner.estimates import StartOfStep, estimate_advantages, make_kl_controller, token_rewards
+from tests.learner_parts import make_sample
 
 LOG = logging.getLogger("test")
 FUNCTION = """
@@ -127,7 +131,7 @@ def test_w3_a_pathological_answer_is_bounded_by_a_kill():
         scorer = Scorer(config, LOG)
         try:
             answers = ("1+x", "9^{9^{9^{9^9}}}", "1+x")
-            return await asyncio.gather(*(scorer.score(row, rf"\boxed{{{a}}}", 5) for a in answers))
+            return await asyncio.gather(*(scorer.score(row, rf"\boxed{{{a}}}") for a in answers))
         finally:
             scorer.close()
 
@@ -269,7 +273,7 @@ def test_the_users_function_comes_before_the_built_in_ones(function_file):
     async def main() -> tuple[Score, Score]:
         ours, builtin = await Scorer.start(config, LOG), await Scorer.start(Config(), LOG)
         try:
-            return await ours.score(row, "12", 3), await builtin.score(row, "12", 3)
+            return await ours.score(row, "12"), await builtin.score(row, "12")
         finally:
             ours.close()
 
@@ -286,17 +290,22 @@ def test_rows_that_cannot_be_scored_are_named():
     assert reason == "unknown_data_source" and "reward.custom_function.path" in sentence
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "penalty"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (110, -2.0)]
-)
-def test_overlong_penalty_grows_over_the_buffer(num_tokens, penalty):
-    assert overlong_penalty(num_tokens, max_tokens=100, buffer_tokens=20, factor=2.0) == penalty
-
-
-def test_the_overlong_penalty_is_a_part_of_the_reward():
-    config = Config.model_validate(
-        {"data": {"max_response_length": 10}, "reward": {"overlong_buffer": {"enable": True, "len": 4}}}
-    )
+def test_the_overlong_penalty_is_taken_once_and_is_no_part_of_the_score():
+    """From the response to the reward of its last token: a right answer of 8 of 10 tokens, in a buffer of 4."""
+    options = {"data": {"max_response_length": 10}, "reward": {"overlong_buffer": {"enable": True, "len": 4}}}
+    config = Config.model_validate(options | {"algorithm": {"adv_estimator": "remax"}})
     row = {"data_source": "reverse_digits", "reward_model": {"ground_truth": "12"}}
-    score = asyncio.run(Scorer(config, LOG).score(row, "12", 8))
-    assert score == Score(0.5, {"score": 1.0, "overlong": -0.5})
+    score = asyncio.run(Scorer(config, LOG).score(row, "12"))
+    assert score == Score(1.0)
+    rng, greedy = np.random.default_rng(0), {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+    batch = make_batch(
+        [
+            make_sample(rng, 0, 0, response_tokens=8, reward=score.value),
+            make_sample(rng, 0, 1, response_tokens=10, reward=score.value, sampling=greedy),
+        ]
+    )
+    assert batch.scores.tolist() == [1.0]
+    rewards, _ = token_rewards(config, batch, StartOfStep(None, None, None, None), make_kl_controller(config), 1)
+    assert rewards.tolist() == [[0.0] * 7 + [0.5]]
+    advantages, _ = estimate_advantages(config, batch, rewards, batch.mask, None)
+    assert advantages.tolist() == [[0.5] * 8], "the greedy response pays for its own length: 1 − 1"

@@ -5,6 +5,7 @@ import random
 
 import msgpack
 import numpy as np
+import psutil
 import pytest
 
 from broker.server import Server, open_service, read_vocab_size
@@ -346,6 +347,83 @@ def test_vocabulary_of_a_model_folder(tmp_path):
     assert read_vocab_size(tmp_path) == 7
     (tmp_path / "config.json").write_text("{")
     assert read_vocab_size(tmp_path) is None
+
+
+def mutated(rng, frames):
+    """A message with one thing wrong (or, now and then, none that shows)."""
+    frames = list(frames)
+    i = rng.randrange(len(frames))
+    how = rng.randrange(9)
+    if how == 0 and frames[i]:  # bits
+        frame = bytearray(frames[i])
+        for _ in range(rng.randrange(1, 4)):
+            frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+        frames[i] = bytes(frame)
+    elif how == 1:  # cut short
+        frames[i] = frames[i][: rng.randrange(len(frames[i]) + 1)]
+    elif how == 2:  # a field of another type
+        header = unpack(frames[0])
+        header[rng.choice(sorted(header))] = rng.choice([None, -1, 1 << 61, "x", b"x", [], {}, 0.5, float("nan"), True])
+        frames[0] = msgpack.packb(header)
+    elif how == 3:  # a field too many, or too few
+        header = unpack(frames[0])
+        header.pop(rng.choice(sorted(header))) if rng.random() < 0.5 else header.update({"x" * rng.randrange(9): 1})
+        frames[0] = msgpack.packb(header)
+    elif how == 4:  # a huge declared length
+        frames[i] = rng.choice([b"\xdd", b"\xdf", b"\xdb", b"\xc6"]) + b"\xff\xff\xff\xff" + frames[i][:64]
+    elif how == 5:  # a nested bomb
+        frames[i] = b"\x91" * rng.choice([17, 1_000, 100_000]) + b"\x01"
+    elif how == 6:  # many frames
+        frames += [b"x"] * rng.choice([1, 10, 5_000])
+    elif how == 7:  # a payload that is another's
+        frames[-1] = rng.randbytes(rng.randrange(200))
+    else:
+        frames.pop(i)
+    return frames
+
+
+@pytest.mark.parametrize("number", [15_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_mutated_messages_are_refused_with_a_reason_and_cost_no_memory(broker, number):
+    b, rng = broker(), random.Random(0)
+    b.hello("a")
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+
+    def messages():
+        group = rng.randrange(8)
+        yield encode_sample(make_sample(group, 0, rng.randrange(N)))
+        yield encode(
+            "heartbeat", version=0, capacity=4, progress=[[group, 0, 3]], sampling=[[1.0, 2.0]], stats={"x": 1}
+        )
+        yield encode("give_back", group=group, attempt=0, reason="no", retry=True)
+        yield encode("hello", run="r", name="b", incarnation="2", version=0)
+        yield encode("claim", id=1, epoch=epoch, step=1, version=0, num_groups=B)
+        yield encode("fetch", id=2, epoch=epoch, keys=[[group, 0, 0]])
+        yield encode(
+            "ack_step",
+            id=3,
+            epoch=epoch,
+            step=1,
+            applied=True,
+            reason="",
+            settings={},
+            digest="",
+            optimizer_span=[0, 1],
+        )
+
+    process, before = psutil.Process(), 0
+    for i in range(number):
+        if i == number // 10:
+            before = process.memory_info().rss
+        for_whom = rng.choice([b"a", b"b", b"learner", b"nobody"])
+        b.server.handle(for_whom, mutated(rng, rng.choice(list(messages()))))
+        if i % 50 == 0:
+            b.now += 0.1
+            b.beat("a")
+            b.turn()
+    assert process.memory_info().rss - before < 64e6
+    reasons = b.service.refused
+    assert sum(reasons.values()) > 0.6 * number
+    assert {"not_msgpack", "wrong_type", "missing_field", "extra_field", "too_many_frames", "checksum"} <= set(reasons)
 
 
 def random_message(rng, ops):

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.config import Config
-from common.errors import CheckpointError, FencedError, LedgerError, LeewayError, Stopped
-from common.metrics import declared
+from common.errors import CheckpointError, FencedError, LedgerError, LeewayError, Stopped, TrainingError
+from common.metrics import MetricsWriter, declared, read_metrics
 from common.summary import Summary
 from common.wire import Sample
-from learner import ending, estimates, resume
+from learner import ending, estimates, report, resume
 from learner.ahead import Ahead, can_be_mended
 from learner.batch import make_batch
 from learner.estimates import StartOfStep, make_kl_controller, make_targets
@@ -274,6 +274,41 @@ def test_no_kl_in_the_first_share_of_steps() -> None:
     assert [estimates.kl_is_on(config, s) for s in (1, 10, 11, 100)] == [False, False, True, True]
 
 
+def test_truncated_sampling_is_reported(learner_of: Callable[..., Learner]) -> None:
+    options = ("rollout.top_p=0.9", "rollout.allow_truncated_sampling=true")
+    lines = []
+    for config in (make_config(), make_config(*options)):
+        learner = learner_of(config)
+        learner.step()
+        lines.append(learner.writer.lines[1])
+    assert [line.get("rollout_corr/truncated_sampling") for line in lines] == [None, 1]
+    assert declared("rollout_corr/truncated_sampling")
+
+
+def test_weights_and_entropy_are_reported_over_live_tokens_and_rejection_over_young_ones() -> None:
+    """Four tokens each: a row too old but for one token, one rejected whole, one that stays."""
+    config = make_config(f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2")
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, i, i, version=5, response_tokens=4) for i in range(3)]
+    samples[0] = dataclasses.replace(samples[0], spans=((0, 0, 3), (5, 3, 4)))
+    batch = make_batch(samples)
+    proximal, young = batch.behavior_logprobs.clone(), batch.young(5, 2)
+    proximal[1] += 3
+    start = StartOfStep(proximal, torch.arange(12.0).reshape(3, 4), None, None)
+    targets, _ = make_targets(
+        config, batch, start, kl_controller=make_kl_controller(config), step=1, young=young
+    )  # fmt: skip
+    m = report.numbers(report.drift_metrics(batch, start, targets, version=5, young=young))
+    assert int(targets.live.sum()) == 5
+    assert m["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(4 / 9)
+    assert m["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
+    assert (m["rollout_corr/rollout_is_max"], m["rollout_corr/rollout_is_mean"]) == pytest.approx((1, 1))
+    assert m["actor/entropy"] == pytest.approx((3 + 8 + 9 + 10 + 11) / 5)
+    assert m["rollout_corr/logprob_diff_mean"] == pytest.approx(4 * 3 / 9, rel=1e-5)
+    ages = report.numbers(report.batch_metrics(batch, version=6, limit=2, config=config))
+    assert ages["staleness/group_age_mean"] == 1
+
+
 # ---------------------------------------------------------------- what must not be trained
 def test_a_batch_with_a_token_older_than_the_limit_is_given_back_whole(learner_of: Callable[..., Learner]) -> None:
     config = make_config()
@@ -297,6 +332,18 @@ def test_a_batch_with_a_token_older_than_the_limit_is_given_back_whole(learner_o
     assert _distance(before, _weights(learner)) == 0
     learner.step()
     assert learner.progress.version == 4
+
+
+def test_a_batch_that_comes_back_too_old_ends_the_learner(learner_of: Callable[..., Learner]) -> None:
+    """The broker takes it for young enough and hands it out again."""
+    config = make_config()
+    groups = make_groups(config, 1, version=1)
+    feed = SimulatedFeed(lambda step, version: groups)
+    learner = learner_of(config, feed)
+    assert learner.step()
+    with pytest.raises(LeewayError, match="step 1: two batches in a row"):
+        learner.step()
+    assert feed.returned == [(1, "stale")] * 2 and feed.step_rows == []
 
 
 def test_under_mask_older_tokens_get_weight_0_and_what_they_say_does_not_matter(
@@ -424,7 +471,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(learner_of: Callable[..., L
     config = make_config("trainer.max_nonfinite_steps=2")
     learner = learner_of(config, SimulatedFeed(_nan_at(config, group=0)))
     learner.step()
-    with pytest.raises(LeewayError, match=r"2 steps in a row .* not finite"):
+    with pytest.raises(TrainingError, match=r"2 steps in a row .* not finite"):
         learner.step()
 
 
@@ -542,6 +589,59 @@ def test_the_last_version_is_validated_and_waited_for(folder: Path, learner_of: 
     assert len(reported) > 0
     summary = Summary.read(learner.run_dir)
     assert (summary.val_score, summary.val_version) == (0.5, 5)
+
+
+class Validating(SimulatedFeed):
+    """Remembers what it is asked for, also for the next learner; `score` is that of every validation."""
+
+    def __init__(self, config: Config, score: float | None = 0.5) -> None:
+        super().__init__(lambda step, version: make_groups(config, step, version=version))
+        self.asked: list[int] = []
+        self.score = score
+
+    def validate(self, *, step: int, version: int) -> None:
+        assert step not in self.asked
+        self.asked.append(step)
+
+    def validations_asked(self) -> list[int]:
+        return list(self.asked)
+
+    def validations(self) -> list[dict[str, Any]]:
+        return [{"step": s, "version": s, "score": self.score, "num_samples": 0, "num_dropped": 1} for s in self.asked]
+
+
+def test_validations_come_with_the_publication_after_they_are_due(learner_of: Callable[..., Learner]) -> None:
+    """Versions 0, 3, 6, … are published, every fourth step is to be validated; a second learner knows of it."""
+    config = make_config("trainer.test_freq=4", "weights.publish_every=3", "staleness.max=2")
+    feed = Validating(config)
+    learner = learner_of(config, feed)
+    learner.publish(always=True)
+    while learner.progress.step < 7:
+        learner.step()
+    assert feed.asked == [6]
+    feed.asked.append(7)  # by a learner that died thereafter
+    second = learner_of(config, feed)
+    second.publish(always=True)
+    while second.progress.step < 13:
+        second.step()
+    assert feed.asked == [6, 7, 10, 13]
+    reported = {line["val/step"] for line in second.writer.lines.values() if "val/step" in line}
+    assert reported >= {7, 10}
+
+
+def test_held_out_prompts_that_nobody_can_score_do_not_end_the_learner(
+    folder: Path, learner_of: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config("run.max_steps=2", "trainer.test_freq=1")
+    writer = MetricsWriter(tmp_path, config)
+    learner = learner_of(config, Validating(config, score=None), writer=writer)
+    learner.control.entries = lambda role: ["a generator"]
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(folder, config))
+    writer.close()
+    rows, _ = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[-1]["val/step"] == 2 and not any("val-core" in name for name in rows[-1])
+    assert "no held-out prompt could be scored" in caplog.text
+    assert Summary.read(learner.run_dir).val_score is None
 
 
 def test_a_stop_ends_in_a_checkpoint_and_a_folder_too(folder: Path, learner_of: Callable[..., Learner]) -> None:

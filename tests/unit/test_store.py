@@ -1,17 +1,20 @@
 """The ledger on disk: restored exactly, refused by name when it is damaged, foreign or taken."""
 
 import os
+import random
 import sqlite3
 import subprocess
 import sys
 
 import pytest
 
+from broker.database import PAGE_BYTES
 from broker.ledger import Ledger
 from broker.records import Rules
-from broker.store import NewSample, Store
-from common.errors import LedgerError
-from common.wire import GENERATOR_OPS, decode, encode_sample
+from broker.store import MAX_ATTEMPT, MAX_INDEX, NewSample, Store, _payload_id
+from common.config import MAX_ATTEMPTS, MAX_GROUP_SAMPLES
+from common.errors import LedgerError, WireError
+from common.wire import GENERATOR_OPS, decode, decode_sample, encode_sample
 from tests.ledger_walk import comparable
 from tests.simulated import make_sample
 
@@ -40,7 +43,7 @@ class Book:
                 make_sample(attempt.group, attempt.attempt, index, num_tokens=num_tokens, spans=spans)
             )
             _, header, (payload,) = decode(frames, GENERATOR_OPS)
-            assert self.ledger.commit("g", header, 0.0) == "stored"
+            assert self.ledger.commit("g", header, 0.0, len(payload)) == "stored"
             self.samples.append(NewSample(header, payload, "g", spans))
 
     def commit(self):
@@ -172,6 +175,28 @@ def test_a_flipped_bit_in_a_payload_is_found(path):
     book.store.close()
 
 
+def test_a_thousand_flipped_bytes_are_found_one_by_one(path):
+    book, rng = Book(path), random.Random(0)
+    attempt = book.lease()
+    book.deliver(attempt, num_tokens=64)
+    book.commit()
+    keys = [(*attempt.key, index) for index in range(N)]
+    payloads = book.store.payloads(keys)
+    for _ in range(1_000):
+        index = rng.randrange(N)
+        place, bits = rng.randrange(len(payloads[index])), rng.randrange(1, 256)
+        flipped = bytearray(payloads[index])
+        flipped[place] ^= bits
+        put = "UPDATE payloads SET data = ? WHERE id = ?"
+        book.store._db.execute(put, (bytes(flipped), _payload_id(*keys[index])))
+        assert not book.store.is_sound(attempt)  # so it is never claimed; and the learner looks again
+        with pytest.raises(WireError, match="checksum"):
+            decode_sample(attempt.samples[index], bytes(flipped))
+        book.store._db.execute(put, (payloads[index], _payload_id(*keys[index])))
+    assert book.store.is_sound(attempt)
+    book.store.close()
+
+
 def refusal(path, **options):
     with pytest.raises(LedgerError) as caught:
         store = Store(path, identity=options.pop("identity", IDENTITY), **options)
@@ -216,12 +241,12 @@ def test_a_damaged_file_is_refused_by_name(path, place):
     size = path.stat().st_size
     with open(path, "r+b") as file:
         if place == "truncated":
-            file.truncate(size - 3 * 4096)
+            file.truncate(size - 3 * PAGE_BYTES)
         elif place == "text":
             file.truncate(0)
             file.write(b"not a database at all\n" * 500)
         else:
-            file.seek({"header": 0, "schema": 100, "middle": 2 * 4096}[place])
+            file.seek({"header": 0, "schema": 100, "middle": 2 * PAGE_BYTES}[place])
             file.write(b"\xff" * 4096)
     text = refusal(path)
     assert text.startswith(f"{path}: the ledger is damaged (") and "Put back a copy of it, or move it away" in text
@@ -255,3 +280,11 @@ def test_a_full_disk_ends_the_process_by_name(path):
             book.deliver(book.lease(), num_tokens=5_000)
         book.commit()
     book.store.close()
+
+
+def test_every_sample_that_the_config_allows_has_a_payload_of_its_own():
+    groups, attempts, indices = (0, 1, 2**34), (0, 1, MAX_ATTEMPTS - 1), (0, 1, MAX_GROUP_SAMPLES - 1)
+    corners = [(g, a, i) for g in groups for a in attempts for i in indices]
+    ids = [_payload_id(*key) for key in corners]
+    assert ids == sorted(set(ids)) and ids[-1] < 2**63
+    assert (MAX_ATTEMPT, MAX_INDEX) == (MAX_ATTEMPTS - 1, MAX_GROUP_SAMPLES - 1)

@@ -8,12 +8,19 @@ import time
 
 import pytest
 
+from common.errors import ConfigError, FencedError, LedgerError, NoSignalError, TrainingError
 from common.processes import child_environment, descendants, spawn
 from common.supervise import Child, End, Supervisor, last_words, verdict
 
 OWN = End(1, "model.path=/x: cannot be loaded", 1, killed=False)
 KILLED = End(-9, None, 1, killed=True)
-BAD_CONFIG = End(2, "rollout.n: …", 2, killed=False)
+
+
+NOTHING_TO_MEND = (ConfigError, NoSignalError, TrainingError, FencedError)
+
+
+def ended_by(error):
+    return End(error.exit_code, str(error), error.exit_code, killed=False)
 
 
 def child(**fields):
@@ -30,7 +37,8 @@ def child(**fields):
         ({"ready": False, "restarts": 1, "last_error": "killed by a signal"}, OWN, "restart"),
         ({"ready": False, "restarts": 2, "last_error": str(OWN)}, OWN, "give up"),
         ({"ready": True, "restarts": 3}, KILLED, "give up"),
-        ({"ready": True}, BAD_CONFIG, "give up"),
+        ({"ready": True}, ended_by(LedgerError("busy")), "restart"),
+        *[({"ready": True}, ended_by(error("…")), "give up") for error in NOTHING_TO_MEND],
     ],
 )
 def test_who_is_started_again(fields, end, expected):
