@@ -219,11 +219,8 @@ def _counts(counts: dict[str, Any]) -> list[str]:
 
 
 def _waits(counts: dict[str, Any]) -> list[str]:
-    """Lines about waiting that the broker's status has, whatever it calls them."""
-    waits = counts.get("waits") or counts.get("waiting") or {}
-    if isinstance(waits, dict):
-        return [f"{who}: {what}" for who, what in waits.items()]
-    return [str(w) for w in waits] if isinstance(waits, list) else [str(waits)]
+    """Lines about waiting that the broker's status has."""
+    return [str(line) for line in counts.get("waits", ())]
 
 
 def _plain(e: Entry) -> dict[str, Any]:
