@@ -3,6 +3,7 @@
 launch.py run CONFIG.yaml [more.yaml …] [a.b=c …]     everything on this host
 launch.py broker|learner|generators …                 one role alone, in any order
 launch.py status|why|pause|resume|stop [RUN_DIR]      talk to a run
+launch.py set [RUN_DIR] a.b=c …                       change a run that goes on
 launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
 launch.py export RUN_DIR OUT.parquet                  write them to a file
 launch.py replay RUN_DIR|FILE [CONFIG.yaml] [a.b=c …] train on recorded rollouts, without generators
@@ -22,6 +23,7 @@ import yaml
 
 from common.config import HOST_KEYS, Config
 from common.errors import ConfigError, LeewayError, Stopped
+from common.limits import LIVE
 from common.loading import config_paths, load_config
 from common.preflight import CONFIG_FILE, checked_config
 
@@ -36,6 +38,7 @@ _SENTENCES = {
     "why": "show who waits for whom, and what happened last",
     "pause": "hand out no more work until `resume`",
     "resume": "go on after `pause`",
+    "set": "change what can be changed of a run that goes on",
     "stop": "end a run; the learner saves first",
     "replay": "train on recorded rollouts, without broker and generators",
     "config": "check a config, or print it whole",
@@ -103,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         _add_place(made)
         if name == "status":
             made.add_argument("--json", action="store_true", help="one JSON object")
+    made = verb("set", _set, epilog="keys: " + ", ".join(LIVE))
+    made.add_argument("config", nargs="+", metavar="RUN_DIR | a.b=c", help="the run (default: the newest), new values")
+    _add_place(made)
     _add_samples(verb("samples", _records))
     made = verb("export", _records)
     _add_record(made)
@@ -215,6 +221,15 @@ def _role(args: argparse.Namespace) -> int:
 
 def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
+
+
+def _set(args: argparse.Namespace) -> int:
+    from common import verbs
+
+    folders, items = _split(args.config)
+    if not items or len(folders) > 1:
+        raise ConfigError("give one RUN_DIR (or none) and KEY=VALUE, e.g. launch.py set runs/r staleness.max=2")
+    return verbs.set_limits(verbs.find_run(folders[0] if folders else None, args.redis_url, args.run_id), items)
 
 
 def _records(args: argparse.Namespace) -> int:

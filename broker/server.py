@@ -24,6 +24,7 @@ from common.config import HOST_KEYS, Config
 from common.data import as_list, open_rows
 from common.errors import ConfigError, ControlError, WireError
 from common.failpoints import failpoint
+from common.limits import STALENESS
 from common.loading import flat
 from common.logs import LOGGER
 from common.preflight import MAY_CHANGE
@@ -47,6 +48,7 @@ class Server:
         self._generators = GeneratorDesk(service)
         self._learner = LearnerDesk(service)
         self._model: str | None = None
+        self._refused_limit: Any = None
 
     def run(self, stop: threading.Event, on_turn: Callable[[Service], None] | None = None) -> None:
         """Until ``stop`` is set; then leases end, and the ledger is left complete.
@@ -108,11 +110,14 @@ class Server:
     def _look_around(self) -> None:
         """What run control says now: the staleness limit, the model's vocabulary."""
         s = self.service
-        limit = s.directory.limit("staleness.max")
+        limit = s.directory.limit(STALENESS)
         lowest = s.config.weights.publish_every - 1  # below it the lease gate would close for ever
         if type(limit) is int and limit != s.ledger.limit and limit >= max(0, lowest):
             s.log.info("staleness.max is now %d", limit)
             s.ledger.set_limit(limit)
+        elif limit not in (None, s.ledger.limit, self._refused_limit):
+            self._refused_limit = limit
+            s.log.warning("staleness.max=%r is not taken: it must be a whole number from %d", limit, max(0, lowest))
         if s.vocab_size is None and (folder := s.directory.model()) is not None and folder != self._model:
             self._model = folder
             s.vocab_size = read_vocab_size(Path(folder))

@@ -244,11 +244,6 @@ class Store:
         found["applied"], found["settings"] = bool(found["applied"]), json.loads(found["settings"])
         return found, [self._group(key) for key in _keys(row[-1])] if found["applied"] else []
 
-    def checkpoint_path(self) -> str | None:
-        """Folder of the newest valid checkpoint."""
-        row = self._one("SELECT path FROM checkpoints ORDER BY step DESC, epoch DESC LIMIT 1", ())
-        return None if row is None else str(row[0])
-
     def size_bytes(self) -> int:
         """On disk, with its log."""
         log = self.path.with_name(f"{self.path.name}-wal")

@@ -232,6 +232,12 @@ class Control:
         except ValueError:
             return text
 
+    def limits(self) -> dict[str, Any]:
+        """All live limits that were set."""
+        with self._changed:
+            names = list(self._view.limits)
+        return {name: self.limit(name) for name in names}
+
     def set_limit(self, name: str, value: Any, who: str) -> None:
         """Raises ControlError when Redis cannot be reached."""
         self._call(lambda r: r.hset(self._key("limits"), name, json.dumps(value)))

@@ -7,7 +7,6 @@ LeewayError
 │   └── NoSignalError  nothing comes that could be trained: data, model or reward are wrong (exit code 2)
 ├── ControlError     Redis: unreachable, refused, or in contradiction with this process
 ├── WeightError      a publication that failed, was torn, or was refused
-│   ├── PeerError    … because of one peer, which it names
 │   └── DisprovedError  an engine computes something else with the weights than the learner
 ├── EngineError      the sampling engine failed, or was used wrongly
 │   └── RequestCancelled  a request was ended early, on demand
@@ -60,12 +59,6 @@ class ControlError(LeewayError):
 
 class WeightError(LeewayError):
     pass
-
-
-class PeerError(WeightError):
-    def __init__(self, peer: str, what: str) -> None:
-        self.peer = peer
-        super().__init__(f"{peer}: {what}")
 
 
 class DisprovedError(WeightError):

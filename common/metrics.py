@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -244,9 +244,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 def _short(value: Any) -> str:
     return "nan" if value is None else str(value) if isinstance(value, int) else f"{value:.6g}"
-
-
-def rows_of_table() -> Iterator[tuple[str, str, str]]:
-    """``(pattern, unit, meaning)`` of each declared metric."""
-    for pattern, (unit, meaning) in METRICS.items():
-        yield pattern, unit, meaning

@@ -1,6 +1,6 @@
 """Checks that touch the world, before anything heavy is imported or written.
 
-Each function yields faults; ``check`` runs them all so that a user sees everything at once.
+Each function yields faults; ``checked_config`` runs them all so that a user sees everything at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs that talk to a run: status, why, pause, resume, stop."""
+"""The verbs that talk to a run: status, why, pause, resume, stop, set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from rich.table import Table
 from common import wire
 from common.control import Control, Desired, Entry
 from common.errors import ConfigError, ControlError, DeadlineError, LeewayError
+from common.limits import read_changes
 from common.local_run import RUN_FILE
+from common.roles import read_config
 from common.sockets import Dealer
 from common.summary import Summary
 
@@ -66,11 +68,37 @@ def set_desired(place: Place, state: Desired) -> int:
     try:
         if not control.entries():
             raise ControlError(f"run {place.run_id}: no process of it is running")
-        control.set_desired(state, f"{getpass.getuser()}@{socket.gethostname()}")
+        control.set_desired(state, _who())
     finally:
         control.close()
     print(f"run {place.run_id}: {state}")
     return 0
+
+
+def set_limits(place: Place, items: list[str]) -> int:
+    """Change what can be changed of a run that goes on; all of it or nothing.
+
+    Raises:
+        ConfigError: what cannot be set, with the reason. ControlError: no run there.
+    """
+    control = _connect(place)
+    try:
+        if not control.entries():
+            raise ControlError(f"run {place.run_id}: no process of it is running")
+        config, _ = read_config(control.wait_for_config(deadline_s=_CONNECT_S))
+        standing = control.limits()
+        changes = read_changes(items, config, standing)
+        for key, value in changes.items():
+            control.set_limit(key, value, _who())
+    finally:
+        control.close()
+    for key, value in changes.items():
+        print(f"run {place.run_id}: {key} = {value}")
+    return 0
+
+
+def _who() -> str:
+    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def status(place: Place, *, as_json: bool) -> int:
@@ -191,11 +219,8 @@ def _counts(counts: dict[str, Any]) -> list[str]:
 
 
 def _waits(counts: dict[str, Any]) -> list[str]:
-    """Lines about waiting that the broker's status has, whatever it calls them."""
-    waits = counts.get("waits") or counts.get("waiting") or {}
-    if isinstance(waits, dict):
-        return [f"{who}: {what}" for who, what in waits.items()]
-    return [str(w) for w in waits] if isinstance(waits, list) else [str(waits)]
+    """Lines about waiting that the broker's status has."""
+    return [str(line) for line in counts.get("waits", ())]
 
 
 def _plain(e: Entry) -> dict[str, Any]:

@@ -83,9 +83,6 @@ class Manifest:
         """One number for the whole version: of names, layout and the digests of all tensors."""
         return zlib.crc32(encode_manifest(self))
 
-    def same_layout(self, other: Manifest) -> bool:
-        return self.entries == other.entries and self.bucket_bytes == other.bucket_bytes
-
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int) -> Manifest:
     """A manifest for tensors given as ``(name, dtype, shape)``, in the order in which they come.

@@ -47,18 +47,20 @@ class Generator:
         lookup_broker: Callable[[], str | None],
         log: logging.Logger,
         desired: Callable[[], str] = lambda: "running",
+        limit: Callable[[str], Any] = lambda name: None,
         on_state: Callable[[str, int], None] = lambda state, version: None,
     ) -> None:
         """
         Args:
             lookup_broker: the broker's address as the registry has it now.
             desired: the run's desired state.
+            limit: a live limit of the run, None if nobody has set it.
             on_state: told what the generator does (or waits for) and the version it holds, when they change.
         """
         self.config, self.name, self.engine, self.log = config, name, engine, log
         self._environment, self._scorer = environment, scorer
         self.activity = Activity(time.time())
-        self._maker = SampleMaker(name, config, engine, environment, scorer, self.activity)
+        self._maker = SampleMaker(name, config, engine, environment, scorer, self.activity, limit)
         self._desired, self._on_state = desired, on_state
         self.holdings = Holdings()
         self._tasks: dict[tuple[int, int], set[asyncio.Task[None]]] = {}  # by lease

@@ -52,7 +52,8 @@ async def run_generator(role: Role) -> None:
         generator = Generator(
             config=config, run_id=control.run_id, name=role.name, incarnation=incarnation, engine=engine,
             environment=environment, scorer=scorer, lookup_broker=lambda: _address(control, "broker"), log=log,
-            desired=control.desired, on_state=lambda state, version: control.update(state=state, version=version),
+            desired=control.desired, limit=control.limit,
+            on_state=lambda state, version: control.update(state=state, version=version),
         )  # fmt: skip
         weights = Member(
             engine=engine, run_id=control.run_id, name=role.name, incarnation=incarnation,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from common.config import Config
+from common.limits import TEMPERATURE, number
 from common.wire import Sample, encode_sample
 from generators.activity import Activity
 from generators.environments import Completion, Environment, Trajectory
@@ -46,7 +47,9 @@ class SampleMaker:
         environment: Environment,
         scorer: Scorer,
         activity: Activity,
+        limit: Callable[[str], Any] = lambda name: None,
     ) -> None:
+        self._limit = limit
         self._name, self._engine, self._environment = name, engine, environment
         self._scorer, self._activity = scorer, activity
         rollout = config.rollout
@@ -65,20 +68,23 @@ class SampleMaker:
             LeewayError: the reward process cannot be started again.
         """
         start = time.time()
-        trajectory = await self._play(lease, index)
+        settings = self._settings_of(lease, index)  # of the whole sample, should they change meanwhile
+        trajectory = await self._play(lease, index, settings)
         sampled = time.time()
         text = self._environment.text(trajectory)
         score = await self._scorer.score(lease.row, text)
         timing = {"generate_s": sampled - start, "reward_s": time.time() - sampled}
         self._activity.samples += 1
-        return encode_sample(self._sample(lease, index, trajectory, score, timing))
+        return encode_sample(self._sample(lease, index, settings, trajectory, score, timing))
 
     def _settings_of(self, lease: Lease, index: int) -> dict[str, float]:
-        return self._settings["eval" if index == self._greedy_index else lease.lane]
+        settings = self._settings["eval" if index == self._greedy_index else lease.lane]
+        if settings is self._settings["train"]:
+            settings = settings | {"temperature": number(self._limit(TEMPERATURE), settings["temperature"], above=0.0)}
+        return settings
 
-    async def _play(self, lease: Lease, index: int) -> Trajectory:
+    async def _play(self, lease: Lease, index: int, settings: dict[str, float]) -> Trajectory:
         """One episode of the environment; each of its turns is a request of its own."""
-        settings = self._settings_of(lease, index)
         made_before = 0  # tokens of earlier turns
 
         def progress(num_tokens: int) -> None:
@@ -103,7 +109,10 @@ class SampleMaker:
 
         return await self._environment.play(lease.prompt_ids, lease.row, generate)
 
-    def _sample(self, lease: Lease, index: int, t: Trajectory, score: Score, timing: dict[str, float]) -> Sample:
+    def _sample(
+        self, lease: Lease, index: int, settings: dict[str, float], t: Trajectory, score: Score,
+        timing: dict[str, float],
+    ) -> Sample:  # fmt: skip
         return Sample(
             group=lease.group,
             attempt=lease.attempt,
@@ -112,7 +121,7 @@ class SampleMaker:
             response_ids=np.array(t.response_ids, dtype=np.int32),
             behavior_logprobs=np.array(t.logprobs, dtype=np.float32),
             spans=tuple(t.spans),
-            sampling=self._settings_of(lease, index),
+            sampling=settings,
             finish_reason=t.finish_reason,
             reward=score.value,
             generator=self._name,

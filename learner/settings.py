@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from common.config import Config
+from common.limits import number
 
 
 class Limits(Protocol):
@@ -23,7 +24,5 @@ def live_settings(config: Config, control: Limits) -> dict[str, float]:
         "actor.kl_loss_coef": actor.kl_loss_coef,
     }
     for name in settings:
-        value = control.limit(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            settings[name] = float(value)
+        settings[name] = number(control.limit(name), settings[name])
     return settings

@@ -51,7 +51,6 @@ class RewardProcess:
         self._closing = False
         self._flushing = False
         self._logged: set[str] = set()
-        self.num_kills = 0
         self.pid = 0
         self._start()
 
@@ -125,7 +124,6 @@ class RewardProcess:
         if (self._up and not self._calls) or left_s > 0:
             self._timer = self._loop.call_later(left_s if left_s > 0 else limit_s, self._look_at_clock)
             return
-        self.num_kills += 1
         self._ended(Score(None, fault=TIMEOUT, detail=f"no answer within {limit_s:g} s"))
 
     def _ended(self, head: Score | None = None) -> None:

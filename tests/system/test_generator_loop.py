@@ -47,6 +47,7 @@ class Running:
     def __init__(self, address: str | None, config: dict[str, Any], respond: Any, version: int) -> None:
         self.address = address
         self.desired = "running"
+        self.limits: dict[str, Any] = {}
         self.states: list[tuple[str, int]] = []
         self.error: BaseException | None = None
         self._config = Config.model_validate(config)
@@ -63,7 +64,7 @@ class Running:
         self.generator = Generator(
             config=self._config, run_id="r", name="generator-x", incarnation="1", engine=self.engine,
             environment=SingleTurn(CharTokenizer(), self._config), scorer=Scorer(self._config, LOG),
-            lookup_broker=lambda: self.address, log=LOG, desired=lambda: self.desired,
+            lookup_broker=lambda: self.address, log=LOG, desired=lambda: self.desired, limit=self.limits.get,
             on_state=lambda state, version: self.states.append((state, version)),
         )  # fmt: skip
         self._started.set()
@@ -430,3 +431,19 @@ def test_an_engine_that_makes_no_token_ends_the_generator_instead_of_using_up_le
     broker.lease(row(), 8, [0, 1])
     error = running.wait_for_error()
     assert isinstance(error, EngineError) and "s, with 2 requests running; it hangs" in str(error)
+
+
+def test_another_temperature_while_running_acts_from_the_next_sample_and_travels_with_it(broker, start):
+    running = start()
+    broker.welcome()
+    running.limits["rollout.temperature"] = 0.4
+    running.call(running.engine.hold)
+    broker.lease(row(), 7, [0])
+    broker.expect("heartbeat", lambda f: f["stats"]["running"] == 1)
+    running.limits["rollout.temperature"] = 1.3  # not in the middle of a sample
+    running.call(running.engine.go_on)
+    assert [s.sampling["temperature"] for s in broker.samples(1)] == [0.4]
+    broker.lease(row(), 8, [0])
+    broker.lease(row(), 9, [0], lane="eval")
+    assert sorted(s.sampling["temperature"] for s in broker.samples(2)) == [0.0, 1.3]
+    assert [r["temperature"] for r in running.engine.requests] == [0.4, 1.3, 0.0]

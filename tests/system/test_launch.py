@@ -297,6 +297,11 @@ def test_whoever_is_killed_is_started_again_and_the_verbs_work(launch):
     time.sleep(0.5)
     assert run.steps() == paused_at
     assert run.verb("resume")[0] == 0
+    assert run.verb("set", "staleness.max=4", "actor.optim.lr=1e-3") == (
+        0, "run r: staleness.max = 4\nrun r: actor.optim.lr = 0.001\n"
+    )  # fmt: skip
+    assert any(": staleness.max = 4" in line for line in run.verb("why")[1].splitlines())
+    assert run.verb("set", "staleness.max=-1")[0] == 2
     until(lambda: run.steps() > paused_at)
 
     refused = Launch(run.tree, run.folder, "run.max_steps=7")

@@ -302,7 +302,7 @@ def test_a_waiting_claim_is_told_why_once_a_second_and_served_at_once(broker):
     assert answer[0] == "claimed" and answer[1]["version"] == 0 and not answer[1]["short"]
 
 
-def test_another_staleness_limit_while_running(broker):
+def test_another_staleness_limit_while_running(broker, caplog):
     b = broker(weights__publish_every=2)
     b.directory.limits["staleness.max"] = 3
     b.turn()
@@ -311,6 +311,9 @@ def test_another_staleness_limit_while_running(broker):
         b.directory.limits["staleness.max"] = impossible
         b.turn()
         assert b.service.ledger.limit == 3
+        b.turn()
+    refused = [r.getMessage() for r in caplog.records if "is not taken" in r.getMessage()]
+    assert len(refused) == 5 and refused[0].startswith("staleness.max=0 is not taken: it must be a whole number from 1")
 
 
 def test_other_runs_stale_processes_and_learners_of_other_runs_are_refused(broker):
