@@ -93,7 +93,8 @@ class Learner:
         if not self.is_young(batch, version, claim.limit):
             self.feed.give_back(step=step, reason="stale")
             return True
-        settings, began = live_settings(self.config, self.control), time.time()
+        settings = self.ranks.share(lambda: live_settings(self.config, self.control))
+        began = time.time()
         outcome = self.train(batch, settings, step=step, version=version, clock=clock)
         span = [began, time.time()]
         failpoint("learner.before_ack")
@@ -122,11 +123,7 @@ class Learner:
 
     def claim(self, step: int) -> Any:
         """The next batch; None when the data ended. Waits while the run is paused."""
-        while self.control.desired() == "paused" and not self.stop.is_set():
-            self.control.update(state="paused")
-            self.stop.wait(PAUSE_POLL_S)
-        if self.stop.is_set():
-            raise Stopped("a batch")
+        self.ranks.share(self.wait_while_paused)
         self.control.update(state=f"step {step}", version=self.progress.version)
         return self.feed.claim(
             step=step,
@@ -134,6 +131,14 @@ class Learner:
             num_groups=self.config.data.train_batch_size,
             on_wait=self.waits,
         )
+
+    def wait_while_paused(self) -> None:
+        """Raises Stopped."""
+        while self.control.desired() == "paused" and not self.stop.is_set():
+            self.control.update(state="paused")
+            self.stop.wait(PAUSE_POLL_S)
+        if self.stop.is_set():
+            raise Stopped("a batch")
 
     def waits(self, reason: str) -> None:
         """Say what the learner waits for: in the registry at once, in the log now and then."""
@@ -189,7 +194,7 @@ class Learner:
         self, batch: Batch, outcome: Outcome, clock: Clock, progress: Progress, *, version: int, limit: int
     ) -> None:
         """The metrics line of the step that `progress` ends with, unless it has one (a redone step)."""
-        if self.writer.has(progress.step):
+        if self.ranks.share(lambda: self.writer.has(progress.step)):
             return
         values = report.numbers(outcome.metrics | report.batch_metrics(batch, version=version, config=self.config))
         values |= {"staleness/limit": limit, "training/skipped": int(not outcome.applied)}
@@ -227,13 +232,13 @@ def train_step(
     step: number of the row this becomes; version: of the weights as they are now.
     """
     actor, critic, reward_kl_coef = models.actor, models.critic, models.kl_controller.value
-    micros = pack_all(batch, models, config)
+    micros = pack_all(batch, models, config, ranks)
     start = start_of_step(models, batch, micros, config=config, ranks=ranks, clock=clock)
     with clock("adv"):
         targets, metrics = make_targets(config, batch, start, kl_controller=models.kl_controller, step=step)
         metrics |= report.target_metrics(targets, batch.mask)
         metrics |= report.drift_metrics(batch, start, targets, version=version)
-        metrics |= report.packing_metrics(batch, micros)
+        metrics |= report.packing_metrics(batch, micros, ranks)
         metrics["actor/kl_coef"] = torch.tensor(kl_coef_of(config, settings, step))
     failpoint("learner.before_update")
     critic_updates: list[Metrics] = []

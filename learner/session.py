@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,8 @@ from learner.loop import Learner
 from learner.models import load_models
 from learner.publish import Publisher
 from learner.ranks import join_ranks, leave_ranks
+from learner.together import Helper, SharedFeed
+from learner.warmup import WarmupResult
 
 
 class Session:
@@ -49,27 +52,20 @@ class Session:
         torch.use_deterministic_algorithms(config.trainer.deterministic)
         ranks = join_ranks()
         self._open.callback(leave_ranks)
-        served = served_folder(config, role.run_dir)
+        if ranks.world_size != config.trainer.nproc_per_node:
+            role.log.warning(
+                "%d ranks were started, the config says trainer.nproc_per_node=%d",
+                ranks.world_size, config.trainer.nproc_per_node,
+            )  # fmt: skip
+        served = ranks.share(self._announce_model)
         self.tokenizer = load_tokenizer(served, config)
-        control.publish_model(str(served))
-
-        self._state("waits for the broker")
-        control.wait_for(
-            "broker", deadline_s=config.run.start_timeout_s, stop=role.stop, why="the learner trains what it hands out"
-        )
-        feed = Feed(self._broker_address, run_id=control.run_id, name=role.name, stop=role.stop)
-        self._open.callback(feed.close)
+        ranks.share(self._wait_for_broker)
+        feed = SharedFeed(self._own_feed() if ranks.first else None, ranks)
         attached = feed.attach()
-        publisher = Publisher(run_id=control.run_id, epoch=attached.epoch, config=config.weights)
-        self._open.callback(publisher.close)
-        control.update(address=publisher.address)
-
-        folder, warmup = initial_folder(
-            config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state
-        )
+        publisher = self._own_publisher(attached.epoch) if ranks.first else Helper()
+        folder, warmup = ranks.share(lambda: self._initial_weights(served))
         self._state("loads the models")
-        writer = MetricsWriter(role.run_dir, config)
-        self._open.callback(writer.close)
+        writer = self._own_writer() if ranks.first else Helper()
         checkpoints = Checkpoints(
             role.run_dir / "checkpoints", run_id=control.run_id, keep=config.trainer.max_ckpt_to_keep, ranks=ranks
         )
@@ -88,6 +84,41 @@ class Session:
         """Leave behind what the user wants to find."""
         self._state(f"ends: {ended}")
         ending.finish(self.learner, ended, tokenizer=self.tokenizer)
+
+    # ------------------------------------------------------------ rank 0's own
+    def _announce_model(self) -> Path:
+        served = served_folder(self.role.config, self.role.run_dir)
+        self.role.control.publish_model(str(served))
+        return served
+
+    def _wait_for_broker(self) -> None:
+        self._state("waits for the broker")
+        self.role.control.wait_for(
+            "broker", deadline_s=self.role.config.run.start_timeout_s, stop=self.role.stop,
+            why="the learner trains what it hands out",
+        )  # fmt: skip
+
+    def _own_feed(self) -> Feed:
+        role = self.role
+        feed = Feed(self._broker_address, run_id=role.control.run_id, name=role.name, stop=role.stop)
+        self._open.callback(feed.close)
+        return feed
+
+    def _own_publisher(self, epoch: int) -> Publisher:
+        role = self.role
+        publisher = Publisher(run_id=role.control.run_id, epoch=epoch, config=role.config.weights)
+        self._open.callback(publisher.close)
+        role.control.update(address=publisher.address)
+        return publisher
+
+    def _own_writer(self) -> MetricsWriter:
+        writer = MetricsWriter(self.role.run_dir, self.role.config)
+        self._open.callback(writer.close)
+        return writer
+
+    def _initial_weights(self, served: Path) -> tuple[Path, WarmupResult | None]:
+        role = self.role
+        return initial_folder(role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state)
 
     def _broker_address(self) -> str | None:
         """Where the broker is now; a restarted one has another port."""
