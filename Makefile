@@ -8,11 +8,11 @@ export OMP_NUM_THREADS ?= 1
 # Without bytecode each process compiles its imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test soak lint bench clean
+.PHONY: help setup run test soak lint bench docs clean
 help:
 	@echo "make run [CONFIG=$(CONFIG)] [ARGS='a.b=c …']   train"
 	@echo "make test [ARGS='…']   the tests    make soak   the long ones"
-	@echo "make lint   ruff and mypy    make bench   figures    make clean   remove what was built"
+	@echo "make lint   ruff and mypy    make bench   figures    make docs   generated pages    make clean   remove what was built"
 
 setup:
 	@bash scripts/setup.sh
@@ -33,6 +33,9 @@ lint: setup
 
 bench: setup
 	$(PYTHON) -m benchmarks $(ARGS)
+
+docs: setup
+	$(PYTHON) scripts/make_docs.py
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,6 +26,7 @@ from broker.records import (
     Validation,
 )
 
+NO_SIGNAL = "no_signal"  # all rewards of a group are equal: nothing was wrong with it
 Cancel = tuple[str, Key, str]  # (generator, group attempt, reason)
 
 
@@ -36,7 +37,7 @@ class Book:
         self.limit = limit  # η in force
         self.counters = Counters()
         self.live: dict[Key, Attempt] = {}
-        self.claimed: Claim | None = None
+        self.claims: list[Claim] = []  # the batch that is trained, and the one fetched ahead
         self.counts: dict[Lane, Counter[State]] = {lane: Counter() for lane in LANES}
         self.drops: dict[str, Drops] = {}
         self.validations: dict[int, Validation] = {}
@@ -47,6 +48,8 @@ class Book:
         self._leased: dict[str, dict[Key, Attempt]] = {}  # by generator
         self._owed: Counter[str] = Counter()  # samples that are still to come, by generator
         self._ready: dict[Key, Attempt] = {}
+        self._num_filtered = 0  # groups without signal since the last batch was claimed
+        self._waits: tuple[int, float] | None = None  # policy `wait`: (step, since when it is held back)
         self._expiries: list[tuple[float, Key]] = []  # heap; a renewed lease is looked at again when its entry is due
         self._changes = Changes(counters=self.counters)
         self._dirty: dict[Key, Attempt] = {}
@@ -60,6 +63,11 @@ class Book:
         return counts["leased"] + counts["ready"] + counts["claimed"]
 
     @property
+    def claimed(self) -> Claim | None:
+        """The batch of the step that is acknowledged next."""
+        return self.claims[0] if self.claims else None
+
+    @property
     def issued(self) -> int:
         return sum(self.counts["train"].values())
 
@@ -68,7 +76,7 @@ class Book:
         return Snapshot(
             counters=replace(self.counters),
             live=sorted(self.live.values(), key=lambda a: a.key),
-            claim=self.claimed,
+            claims=tuple(self.claims),
             validations=[replace(v) for _, v in sorted(self.validations.items())],
             counts={lane: {s: n for s, n in self.counts[lane].items() if n} for lane in LANES},
             drops=self.drops,
@@ -101,6 +109,8 @@ class Book:
         attempt.state = state
         if state == "ready":
             self._ready[attempt.key] = attempt
+        elif state == "pending":
+            heapq.heappush(self._pending[attempt.lane], attempt.key)
         self._dirty[attempt.key] = attempt
 
     def _hand_out(self, attempt: Attempt, generator: str) -> None:
@@ -132,14 +142,10 @@ class Book:
                 )
             )
         elif attempt.lane == "train":
-            self.counters.num_exhausted += 1
+            self.counters.num_exhausted += reason != NO_SIGNAL
         elif (validation := self.validations.get(attempt.step if attempt.step is not None else -1)) is not None:
             validation.num_dropped += 1
             self._set_validation(validation)
-
-    def _set_claim(self, claim: Claim | None) -> None:
-        self.claimed = claim
-        self._changes.claim = claim
 
     def _set_validation(self, validation: Validation) -> None:
         self.validations[validation.step] = validation
@@ -153,17 +159,17 @@ class Book:
     def take_changes(self) -> Changes | None:
         """What happened since the last call, for one transaction; None: nothing."""
         changes = self._changes
-        changes.attempts = list(self._dirty.values())
+        changes.attempts, changes.claims = list(self._dirty.values()), tuple(self.claims)
         if not (changes.attempts or changes.steps or changes.epochs or changes.checkpoints or changes.validations):
             return None
         self._dirty = {}
-        self._changes = Changes(counters=self.counters, claim=self.claimed)
+        self._changes = Changes(counters=self.counters)
         return changes
 
     def _restore(self, snapshot: Snapshot, now: float) -> None:
         self.counters = replace(snapshot.counters)
-        self._changes = Changes(counters=self.counters, claim=snapshot.claim)
-        self.claimed = snapshot.claim
+        self._changes = Changes(counters=self.counters)
+        self.claims = list(snapshot.claims)
         self.attached = snapshot.attached
         self.checkpoint = snapshot.checkpoint
         self.drops = dict(snapshot.drops)
@@ -176,5 +182,7 @@ class Book:
             elif attempt.state == "ready":
                 self._ready[attempt.key] = attempt
             elif attempt.state == "leased" and attempt.generator is not None:
+                if attempt.num_leases > 1:
+                    attempt.num_tokens_before = sum(h["num_tokens"] for h in attempt.samples.values())
                 attempt.leased_at = attempt.renewed_at = now
                 self._hand_out(attempt, attempt.generator)

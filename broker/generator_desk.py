@@ -53,7 +53,12 @@ class GeneratorDesk:
         if now >= self._look_at:
             self._look_at = now + 1.0
             self._forget_the_lost(now)
+        self._tell_cancelled()
         self._lease_out(now)
+
+    def _tell_cancelled(self) -> None:
+        """Before anything is leased: a generator may get the same group again."""
+        ledger = self._s.ledger
         for generator, (group, attempt), reason in ledger.cancels:
             holder = self._s.peers.named(generator)
             if holder is not None:
@@ -113,6 +118,7 @@ class GeneratorDesk:
         s.counted[verdict] += 1
         if verdict == "stored":
             s.keep(NewSample(fields, payload[0], peer.name, sample.spans))
+            s.counted["faulty"] += fields["fault"] is not None
         s.acknowledge(peer.identity, (group, attempt, index))
 
     def _checked(self, fields: Fields, payload: list[bytes]) -> Sample:
@@ -120,8 +126,11 @@ class GeneratorDesk:
             raise WireError("bad_payload", f"{len(payload)} frames instead of one")
         sample = decode_sample(fields, payload[0], vocab_size=self._s.vocab_size)
         attempt = self._s.ledger.live.get((sample.group, sample.attempt))
-        if attempt is not None and attempt.lane == "train" and not sample.sampling.get("temperature", 0.0) > 0:
-            raise WireError("bad_sampling", f"temperature {sample.sampling.get('temperature')} in a training rollout")
+        if attempt is not None and attempt.lane == "train":
+            temperature, greedy = sample.sampling.get("temperature"), sample.index == self._s.ledger.rules.greedy_index
+            if temperature is None or not (temperature == 0 if greedy else temperature > 0):
+                kind = "the greedy sample of a group" if greedy else "a training rollout"
+                raise WireError("bad_sampling", f"temperature {temperature} in {kind}")
         return sample
 
     def _give_back(self, peer: Peer, fields: Fields, payload: list[bytes], now: float) -> None:

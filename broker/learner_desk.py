@@ -10,7 +10,7 @@ from broker import parse
 from broker.records import Claim
 from broker.service import Parked, Service
 from broker.status import stats, status, why_not_ready
-from common.errors import FencedError, LedgerError, WireError
+from common.errors import FencedError, LedgerError, NoSignalError, WireError
 from common.failpoints import failpoint
 from common.wire import pack
 
@@ -128,6 +128,8 @@ class LearnerDesk:
         s.commit()
         if s.ledger.counters.step > before:
             s.overlap.stepped(span)
+            if not applied and s.parked is not None and s.parked.step == step + 1:
+                s.parked.version = s.ledger.counters.version  # asked ahead for the version that was not made
         wanted = s.store.redo_bytes > s.config.ledger.redo_bytes
         s.send(
             peer, "stepped", id=id, version=s.ledger.counters.version, checkpoint_wanted=wanted, stats=stats(s)
@@ -178,7 +180,7 @@ class LearnerDesk:
         """A claim whose payloads are as they were stored; groups that are damaged are dropped by name."""
         s = self._s
         while True:
-            claim = s.ledger.claim(parked.epoch, parked.step, parked.version, parked.num_groups)
+            claim = s.ledger.claim(parked.epoch, parked.step, parked.version, parked.num_groups, s.clock())
             if not isinstance(claim, Claim):
                 return claim
             s.commit()
@@ -192,17 +194,15 @@ class LearnerDesk:
 
     def _send_claim(self, parked: Parked, claim: Claim) -> None:
         live = self._s.ledger.live
-        groups = [
-            {"group": g, "attempt": a, "samples": [h for _, h in sorted(live[g, a].samples.items())]}
-            for g, a in claim.keys
-        ]
+        groups = [{"group": g, "attempt": a, "samples": live[g, a].sound} for g, a in claim.keys]
         self._s.send(
             parked.peer, "claimed", *_chunks(groups), id=parked.id, step=claim.step, version=claim.version,
             limit=claim.limit, short=claim.short,
         )  # fmt: skip
 
     def _error(self, peer: bytes, id: int, error: Exception) -> None:
-        kind = "fenced" if isinstance(error, FencedError) else "ledger"
+        kinds: dict[type[Exception], str] = {FencedError: "fenced", NoSignalError: "no_signal"}
+        kind = kinds.get(type(error), "ledger")
         self._s.refused[f"learner_{kind}"] += 1
         self._s.log.warning("refused: %s", error)
         self._s.send(peer, "error", id=id, kind=kind, detail=str(error)[:1000])

@@ -1,7 +1,12 @@
 """The ledger: which group is where, and what may happen to it next. Pure: no socket, no disk, no clock.
 
     pending → leased → ready → claimed → trained(step)          (evaluation: pending → leased → scored)
+       ▲         │
+       └─────────┘ the lease ended early: what has come is kept, only the rest is leased again
         any of the first four → dropped(reason), and its prompt → a new attempt, `pending`
+
+A sample with a fault counts as come; the group goes on without it while two sound ones (or all of one)
+can be left, else it is dropped for the fault.
 
 Every method that changes something marks it; ``take_changes`` hands all of it to the store at once.
 Time is passed in, in seconds of any clock that does not go back. Training attempts always sum up:
@@ -11,24 +16,30 @@ Time is passed in, in seconds of any clock that does not go back. Training attem
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from typing import Any, Literal
 
-from broker.book import Book
-from broker.records import Attempt, Claim, Header, Key, Step, Validation
+from broker.book import NO_SIGNAL, Book
+from broker.records import Attempt, Claim, Header, Key, Rules, Snapshot, Step, Validation
 from common import staleness
-from common.errors import FencedError, LedgerError
+from common.errors import FencedError, LedgerError, NoSignalError
 
 Verdict = Literal["stored", "duplicate", "late"]
 
 
 class Ledger(Book):
+    def __init__(self, rules: Rules, *, limit: int, snapshot: Snapshot | None = None, now: float = 0.0) -> None:
+        """See ``Book``; the limit may be another one than when the snapshot was taken."""
+        super().__init__(rules, limit=limit, snapshot=snapshot, now=now)
+        self._drop_doomed()
+
     # ------------------------------------------------------------ what a caller may ask
     @property
     def data_ended(self) -> bool:
         """Nothing is left to lease, now or later, unless a lease fails."""
         rules, counters = self.rules, self.counters
         fresh = rules.num_prompts is None or counters.next_prompt < rules.num_prompts
-        return not fresh and not self._pending["train"]
+        return not fresh and not self.counts["train"]["pending"]
 
     @property
     def num_ready(self) -> int:
@@ -81,12 +92,14 @@ class Ledger(Book):
         """The next group for a generator that holds version ``held``: evaluation first, then training."""
         attempt = self._next_eval(held)
         if attempt is None:
-            if self.refusal(held) is not None:
+            attempt = self._next_train(held) if self.refusal(held) is None else None
+            if attempt is None:
                 return None
-            attempt = self._next_train()
             attempt.held = held
         attempt.generator, attempt.incarnation = generator, incarnation
         attempt.leased_at = attempt.renewed_at = now
+        attempt.num_leases += 1
+        attempt.num_tokens = attempt.num_tokens_before = sum(h["num_tokens"] for h in attempt.samples.values())
         self._move(attempt, "leased")
         self._hand_out(attempt, generator)
         return attempt
@@ -96,8 +109,8 @@ class Ledger(Book):
         attempt = self._leased.get(generator, {}).get(key)
         if attempt is None:
             return False
-        if num_tokens > attempt.num_tokens:
-            attempt.num_tokens = num_tokens
+        if attempt.num_tokens_before + num_tokens > attempt.num_tokens:
+            attempt.num_tokens = attempt.num_tokens_before + num_tokens
             attempt.renewed_at = now
         return True
 
@@ -122,7 +135,7 @@ class Ledger(Book):
         attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         attempt.renewed_at = now
         self._dirty[key] = attempt
-        if header["fault"] is not None:
+        if header["fault"] is not None and self._is_lost(attempt):
             self._drop(attempt, str(header["fault"]), retry=True)
         elif not attempt.missing:
             self._complete(attempt)
@@ -133,18 +146,21 @@ class Ledger(Book):
         attempt = self._leased.get(generator, {}).get(key)
         if attempt is None:
             return False
-        self._drop(attempt, reason, retry=retry, tell=False)
+        if retry:
+            self._lose(attempt, reason, tell=False)
+        else:
+            self._drop(attempt, reason, retry=False, tell=False)
         return True
 
     def forget_generator(self, generator: str, reason: str, *, but: str | None = None) -> int:
         """Take back all leases of a generator that is gone (except those of its process ``but``)."""
         gone = [a for a in self.leases_of(generator) if a.incarnation != but or but is None]
         for attempt in gone:
-            self._drop(attempt, reason, retry=True, tell=False)
+            self._lose(attempt, reason, tell=False)
         return len(gone)
 
     def expire(self, now: float) -> int:
-        """Drop the leases whose time is over."""
+        """End the leases whose time is over."""
         num = 0
         while self._expiries and self._expiries[0][0] <= now:
             _, key = heapq.heappop(self._expiries)
@@ -156,7 +172,7 @@ class Ledger(Book):
                 heapq.heappush(self._expiries, (due, key))
                 continue
             limit_reached = now >= attempt.leased_at + self.rules.lease_limit_s
-            self._drop(attempt, "lease_limit" if limit_reached else "lease_expired", retry=True)
+            self._lose(attempt, "lease_limit" if limit_reached else "lease_expired")
             num += 1
         return num
 
@@ -164,19 +180,20 @@ class Ledger(Book):
         """The run ends: nobody works on anything any more; the prompts stay to be tried again."""
         leased = [a for leases in self._leased.values() for a in leases.values()]
         for attempt in leased:
-            self._drop(attempt, reason, retry=True, counted=False)
+            self._lose(attempt, reason, counted=False)
         return len(leased)
 
     # ------------------------------------------------------------ the learner
     def attach(self, name: str, incarnation: str) -> int:
         """A learner process begins: the epoch it holds from now on. Asking again gives the same.
 
-        The claim of an older epoch ends: its groups are ready again, if still young enough.
+        The claims of an older epoch end: their groups are ready again, if still young enough.
         """
         if self.attached != (name, incarnation):
-            self._return_claimed()
+            self._return_claims(0)
             self.attached = (name, incarnation)
             self.counters.epoch += 1
+            self._num_filtered = 0
             self.counters.epoch_start = self.counters.step
             self._changes.epochs.append((self.counters.epoch, name, incarnation))
         return self.counters.epoch
@@ -189,35 +206,50 @@ class Ledger(Book):
                 f"({self.attached[0] if self.attached else 'nobody'}) has taken the run; end this process"
             )
 
-    def claim(self, epoch: int, step: int, version: int, num_groups: int) -> Claim | str | None:
+    def claim(self, epoch: int, step: int, version: int, num_groups: int, now: float = 0.0) -> Claim | str | None:
         """The batch of ``step``, to be trained at ``version``: a Claim, why it has to wait, or None at the data's end.
+
+        One batch may be claimed ahead: that of step s + 1 at version v + 1 while step s is trained at v.
 
         Raises:
             FencedError: an old epoch.
-            LedgerError: not the next step, or not the version the ledger stands at.
+            LedgerError: not the step that can be claimed next, or not at its version.
+            NoSignalError: dynamic sampling finds almost nothing to train on.
         """
         self.fence(epoch)
-        c = self.counters
-        if self.claimed is not None and (self.claimed.step, self.claimed.version) == (step, version):
-            return self.claimed
-        if self.claimed is not None or step != c.step + 1 or version != c.version:
-            standing = f"; step {self.claimed.step} is claimed" if self.claimed else ""
+        for claim in self.claims:
+            if (claim.step, claim.version) == (step, version):
+                return claim
+        c, ahead = self.counters, len(self.claims)
+        if ahead > 1 or (step, version) != (c.step + 1 + ahead, c.version + ahead):
+            standing = f"; claimed: step {', '.join(str(claim.step) for claim in self.claims)}" if ahead else ""
             raise LedgerError(
-                f"claim of step {step} at version {version} refused: the next is step {c.step + 1} "
-                f"at version {c.version}{standing}"
+                f"claim of step {step} at version {version} refused: the next is step {c.step + 1 + ahead} "
+                f"at version {c.version + ahead}{standing}"
+            )
+        if 0 < self.rules.max_filtered < self._num_filtered and len(self._ready) < num_groups:
+            raise NoSignalError(
+                f"{self._num_filtered} groups in a row had equal rewards only, {len(self._ready)} others are ready: "
+                "the data are too easy or too hard for this model, or the reward function is wrong. Change them, raise "
+                "rollout.n, or see algorithm.filter_groups.max_num_gen_batches"
             )
         ended = self.data_ended and not self.counts["train"]["leased"]
         if len(self._ready) < num_groups and not ended:
             return f"{len(self._ready)} of {num_groups} groups are ready for step {step}"
         young = [
-            a for a in self._ready.values() if staleness.may_train(oldest=a.oldest, version=version, limit=self.limit)
+            a
+            for a in self._ready.values()
+            if staleness.may_train(oldest=self._ages_from(a), version=version, limit=self.limit)
         ]
         if len(young) < num_groups and not ended:
             return f"{len(young)} of {num_groups} groups are ready and young enough for step {step}"
         if not young:
             return None
-        young.sort(key=lambda a: (staleness.deadline(a.oldest, self.limit), a.group, a.attempt))
-        return self._claim(epoch, step, version, young[:num_groups], short=len(young) < num_groups)
+        young.sort(key=lambda a: (staleness.deadline(self._ages_from(a), self.limit), a.group, a.attempt))
+        batch = young[:num_groups]
+        if self.rules.policy == "wait" and (reason := self._wait_for_others(batch, step, version, now)):
+            return reason
+        return self._claim(epoch, step, version, batch, short=len(young) < num_groups)
 
     def acknowledge(
         self,
@@ -253,7 +285,7 @@ class Ledger(Book):
                 self._end(attempt, "trained")
             else:
                 self._drop(attempt, reason or "skipped", retry=False)
-        self._set_claim(None)
+        del self.claims[0]
         self._changes.steps.append(
             Step(
                 step=step,
@@ -272,14 +304,18 @@ class Ledger(Book):
         if applied:
             c.version += 1
             self._drop_doomed()
+        elif self.claims:  # the batch claimed ahead is trained at this version instead, where it is younger
+            self.claims[0] = replace(self.claims[0], version=c.version)
 
     def return_claim(self, epoch: int, step: int) -> bool:
-        """The claimed batch was not trained: its groups are ready again, if still young enough."""
+        """The claimed batch is not trained: its groups, and those of a batch claimed after it, are ready again, if
+        still young enough."""
         self.fence(epoch)
-        if self.claimed is None or self.claimed.step != step:
-            return False
-        self._return_claimed()
-        return True
+        for i, claim in enumerate(self.claims):
+            if claim.step == step:
+                self._return_claims(i)
+                return True
+        return False
 
     def checkpoint_valid(self, epoch: int, step: int, path: str) -> None:
         """A checkpoint of ``step`` is complete on disk. Raises LedgerError if that step is not acknowledged."""
@@ -327,44 +363,106 @@ class Ledger(Book):
         self._end(attempt, "scored")
 
     # ------------------------------------------------------------ moves
-    def _next_train(self) -> Attempt:
+    def _next_train(self, held: int) -> Attempt | None:
+        """The oldest prompt that waits, else a fresh one; None: the data ended.
+
+        A group that has samples is charged at the lowest version it contains (but under `mask`, where it
+        may be trained with old tokens). Where that closes the gate it would only grow older behind the
+        fresh ones: it is dropped, and its prompt is tried anew.
+        """
         waiting = self._pending["train"]
-        if waiting:
-            return self.live[heapq.heappop(waiting)]
+        while waiting:
+            attempt = self.live.get(heapq.heappop(waiting))
+            if attempt is None or attempt.state != "pending":
+                continue  # dropped meanwhile
+            if not attempt.samples or self.rules.policy == "mask" or staleness.may_lease(
+                outstanding=self.outstanding, version=self.counters.version, held=min(held, attempt.oldest),
+                limit=self.limit, batch=self.rules.batch_size,
+            ):  # fmt: skip
+                return attempt
+            self._drop(attempt, "stale", retry=True)
+        if self.data_ended:
+            return None
         c = self.counters
         attempt = Attempt(self._new_group(), 0, "train", c.next_prompt, size=self.rules.group_size)
         c.next_prompt += 1
         self._issue(attempt, wait=False)
         return attempt
 
+    def _lose(self, attempt: Attempt, reason: str, *, tell: bool = True, counted: bool = True) -> None:
+        """A lease ends before all its samples have come. Those that have are kept while it may be leased again."""
+        if not counted:
+            attempt.num_leases -= 1
+        if not attempt.sound or attempt.num_leases >= self.rules.max_attempts:
+            self._drop(attempt, reason, retry=True, tell=tell, counted=counted)
+            return
+        if tell and attempt.generator is not None:
+            self.cancels.append((attempt.generator, attempt.key, reason))
+        self.counters.num_leased_again += 1
+        self._move(attempt, "pending")
+
+    def _is_lost(self, attempt: Attempt) -> bool:
+        """Whether its faulty samples leave too few, or not the one that the others are measured against."""
+        greedy = attempt.samples.get(-1 if self.rules.greedy_index is None else self.rules.greedy_index)
+        no_baseline = attempt.lane == "train" and greedy is not None and greedy["fault"] is not None
+        return no_baseline or len(attempt.sound) + attempt.missing < min(2, attempt.size)
+
     def _complete(self, attempt: Attempt) -> None:
         if attempt.lane == "eval":
             self._score(attempt)
-        elif staleness.is_doomed(oldest=attempt.oldest, version=self.counters.version, limit=self.limit):
+        elif self._is_doomed(attempt):
             self._drop(attempt, "stale", retry=True)
+        elif self.rules.filter_groups and len({h["reward"] for h in attempt.sound}) == 1:
+            self._num_filtered += 1
+            self._drop(attempt, NO_SIGNAL, retry=False)
         else:
             self._move(attempt, "ready")
 
     def _drop_doomed(self) -> None:
-        """Under policy `drop`: what can no longer be trained in time leaves N at once."""
+        """What can no longer be trained in time leaves N at once."""
         leased = [a for leases in self._leased.values() for a in leases.values() if a.lane == "train"]
-        for attempt in [*self._ready.values(), *leased]:
-            if staleness.is_doomed(oldest=attempt.oldest, version=self.counters.version, limit=self.limit):
+        waiting = (self.live.get(key) for key in self._pending["train"])
+        begun = [a for a in waiting if a is not None and a.state == "pending" and a.samples]
+        for attempt in [*self._ready.values(), *leased, *begun]:
+            if self._is_doomed(attempt):
                 self._drop(attempt, "stale", retry=True)
+
+    def _is_doomed(self, attempt: Attempt) -> bool:
+        return staleness.is_doomed(oldest=self._ages_from(attempt), version=self.counters.version, limit=self.limit)
+
+    def _ages_from(self, attempt: Attempt) -> int:
+        """The version from which the deadline of a group counts: of its oldest token; under `mask`, which needs
+        but one that is young enough, of its newest."""
+        return attempt.newest if self.rules.policy == "mask" else attempt.oldest
+
+    def _wait_for_others(self, batch: list[Attempt], step: int, version: int, now: float) -> str | None:
+        """Why the claim of ``batch`` would leave groups behind that no later step can train in time."""
+        taken = {a.key for a in batch}
+        leased = (a for leases in self._leased.values() for a in leases.values() if a.lane == "train")
+        left = [
+            staleness.deadline(a.oldest, self.limit) for a in (*self._ready.values(), *leased) if a.key not in taken
+        ]
+        num_late = staleness.num_left_late(left, version=version, batch=self.rules.batch_size)
+        if self._waits is None or self._waits[0] != step:
+            self._waits = (step, now)
+        waited_s = now - self._waits[1]
+        if not num_late or waited_s >= self.rules.wait_s:
+            return None
+        return f"policy wait: step {step} would leave {num_late} groups to grow too old; for {waited_s:.1f} s"
 
     def _claim(self, epoch: int, step: int, version: int, batch: list[Attempt], *, short: bool) -> Claim:
         for attempt in batch:
             self._move(attempt, "claimed")
         claim = Claim(epoch, step, version, self.limit, short, tuple(a.key for a in batch))
-        self._set_claim(claim)
+        self.claims.append(claim)
+        self._num_filtered = 0
         return claim
 
-    def _return_claimed(self) -> None:
-        if self.claimed is None:
-            return
-        for key in self.claimed.keys:
-            self._move(self.live[key], "ready")
-        self._set_claim(None)
+    def _return_claims(self, first: int) -> None:
+        for claim in self.claims[first:]:
+            for key in claim.keys:
+                self._move(self.live[key], "ready")
+        del self.claims[first:]
         self._drop_doomed()
 
     def _check(self, attempt: Attempt, header: Header) -> None:

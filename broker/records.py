@@ -23,10 +23,15 @@ class Rules:
 
     group_size: int  # n: samples per prompt
     batch_size: int  # B: groups per step
-    max_attempts: int  # attempts per prompt
+    max_attempts: int  # attempts per prompt, and leases per attempt
     lease_timeout_s: float  # a lease without progress for so long expires
     lease_limit_s: float  # … and at the latest after so long
     num_prompts: int | None = None  # prompts in the stream; None: endless
+    policy: Literal["drop", "mask", "wait"] = "drop"  # what becomes of groups that grow too old
+    wait_s: float = 60.0  # policy `wait`: a batch waits at most so long for them
+    greedy_index: int | None = None  # sample without which a group cannot be trained: the baseline of the others
+    filter_groups: bool = False  # drop groups whose rewards are all equal
+    max_filtered: int = 0  # … and give up after so many in a row without a batch; 0: never
 
 
 @dataclass(slots=True)
@@ -45,8 +50,10 @@ class Attempt:
     held: int = -1  # g: the version that generator held at the lease; eval: the least it must hold
     num_tokens: int = 0  # tokens known to be made (samples, or progress reports if they say more)
     step: int | None = None  # the step that trains it; eval: the step whose weights are validated
+    num_leases: int = 0  # how often it was handed out
     samples: dict[int, Header] = field(default_factory=dict)  # committed, by index
     # Not in the store: a lease starts anew when a ledger is restored.
+    num_tokens_before: int = 0  # of samples that are no part of this lease's work
     leased_at: float = 0.0
     renewed_at: float = 0.0
 
@@ -59,15 +66,26 @@ class Attempt:
         return self.size - len(self.samples)
 
     @property
+    def sound(self) -> list[Header]:
+        """The samples that can be trained, in order of index."""
+        return [h for _, h in sorted(self.samples.items()) if h["fault"] is None]
+
+    @property
     def oldest(self) -> int:
-        """The version from which its age counts: its oldest token's; what is still to come counts from ``held``."""
-        oldest = min((h["oldest"] for h in self.samples.values()), default=NEVER)
-        return min(oldest, self.held) if self.missing else oldest
+        """The version from which its age counts: its oldest token's; what a lease will bring counts from ``held``."""
+        oldest = min((h["oldest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
+        return min(oldest, self.held) if self.state == "leased" else oldest
+
+    @property
+    def newest(self) -> int:
+        """The version of its newest token; a lease may yet bring tokens of any version."""
+        newest = max((h["newest"] for h in self.samples.values() if h["fault"] is None), default=NEVER)
+        return NEVER if self.missing else newest
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The batch that the learner of ``epoch`` is training."""
+    """A batch that the learner of ``epoch`` is training, or has fetched ahead to train next."""
 
     epoch: int
     step: int
@@ -138,6 +156,7 @@ class Counters:
     next_group: int = 0
     next_prompt: int = 0
     num_exhausted: int = 0  # prompts given up after their last attempt
+    num_leased_again: int = 0  # leases that ended early and left samples behind
 
 
 @dataclass(slots=True)
@@ -149,7 +168,7 @@ class Changes:
     epochs: list[tuple[int, str, str]] = field(default_factory=list)  # (epoch, name, incarnation)
     checkpoints: list[tuple[int, int, str]] = field(default_factory=list)  # (step, epoch, path)
     validations: list[Validation] = field(default_factory=list)
-    claim: Claim | None = None
+    claims: tuple[Claim, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 
@@ -159,7 +178,7 @@ class Snapshot:
 
     counters: Counters
     live: list[Attempt]  # by key
-    claim: Claim | None
+    claims: tuple[Claim, ...]  # by step
     validations: list[Validation]  # by step
     counts: dict[Lane, dict[State, int]]
     drops: dict[str, Drops]

@@ -1,6 +1,6 @@
 """The tables of the ledger. A change of them raises ``SCHEMA_VERSION``."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 -- The ledger of a run (SQLite). Plain SQL may read it at any time: sqlite3 RUN_DIR/ledger.sqlite
@@ -22,6 +22,7 @@ CREATE TABLE attempts (
     held INTEGER NOT NULL,          -- version the generator held at the lease
     num_tokens INTEGER NOT NULL,
     step INTEGER,                   -- the step that trained it; eval: the step that was validated
+    num_leases INTEGER NOT NULL,    -- how often it was handed out
     PRIMARY KEY (grp, attempt)
 ) WITHOUT ROWID;
 CREATE INDEX attempts_by_state ON attempts (state);
@@ -39,14 +40,14 @@ CREATE TABLE samples (
     truncated INTEGER NOT NULL,
     oldest INTEGER NOT NULL,        -- version of its oldest token
     newest INTEGER NOT NULL,
-    fault TEXT,
+    fault TEXT,                     -- why it cannot be trained; the group goes on without it
     generator TEXT NOT NULL,
     spans TEXT NOT NULL,            -- [[version, start, end], …] over its tokens
     PRIMARY KEY (grp, attempt, idx)
 ) WITHOUT ROWID;
 CREATE TABLE payloads (id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 
--- The batch that is being trained; at most one row.
+-- The batch that is being trained, and the one claimed ahead.
 CREATE TABLE claims (
     step INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, version INTEGER NOT NULL, staleness_limit INTEGER NOT NULL,
     short INTEGER NOT NULL, group_keys TEXT NOT NULL -- [[grp, attempt], …] in order
@@ -87,7 +88,7 @@ SELECT steps.step, steps.version AS trained_at, steps.staleness_limit, s.grp, s.
        json_extract(span.value, '$[2]') - json_extract(span.value, '$[1]') AS num_tokens
 FROM steps
 JOIN attempts a ON a.step = steps.step AND a.state = 'trained'
-JOIN samples s ON s.grp = a.grp AND s.attempt = a.attempt
+JOIN samples s ON s.grp = a.grp AND s.attempt = a.attempt AND s.fault IS NULL
 JOIN json_each(s.spans) AS span
 WHERE steps.applied;
 """

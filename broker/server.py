@@ -131,12 +131,17 @@ def open_service(config: Config, directory: Directory, run_dir: Path, *, log: An
         "eval": Prompts(open_rows(config, "val"), shuffle=False, epochs=1),
     }
     rules = Rules(
-        group_size=config.rollout.n,
+        group_size=config.samples_per_group,
         batch_size=config.data.train_batch_size,
         max_attempts=config.ledger.max_attempts,
         lease_timeout_s=config.ledger.lease_timeout_s,
         lease_limit_s=config.ledger.lease_limit_s,
         num_prompts=prompts["train"].count,
+        policy=config.staleness.policy,
+        wait_s=config.staleness.wait_s,
+        greedy_index=config.greedy_index,
+        filter_groups=config.algorithm.filter_groups.enable,
+        max_filtered=config.algorithm.filter_groups.max_num_gen_batches * config.data.train_batch_size,
     )
     store = Store(
         run_dir / LEDGER,

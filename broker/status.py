@@ -24,6 +24,8 @@ def stats(s: Service) -> dict[str, Any]:
         "queue/refused_samples": s.counted["refused"],
         "queue/duplicate_samples": s.counted["duplicate"],
         "queue/late_samples": s.counted["late"],
+        "queue/faulty_samples": s.counted["faulty"],
+        "queue/leased_again": ledger.counters.num_leased_again,
         "queue/ready_samples": counts["ready"] * size,
         "queue/exhausted_prompts": ledger.counters.num_exhausted,
         "queue/ledger_bytes": s.store.size_bytes(),
@@ -75,10 +77,13 @@ def waits(s: Service) -> list[str]:
     """Who waits for what, since when."""
     now = s.clock()
     lines = [f"{p.name} waits: {p.waits_for}, for {now - p.waits_since:.1f} s" for p in s.peers if p.waits_for]
-    if s.parked is not None:
-        lines.append(f"learner waits: {s.parked.reason}, for {now - s.parked.since:.1f} s")
-    if s.ledger.claimed is not None:
-        lines.append(f"broker waits: step {s.ledger.claimed.step} is at the learner")
+    claimed, parked = s.ledger.claimed, s.parked
+    if claimed is not None:
+        lines.append(f"broker waits: step {claimed.step} is at the learner")
+    if parked is not None and claimed is not None:
+        lines.append(f"step {parked.step}, asked for ahead, waits: {parked.reason}, for {now - parked.since:.1f} s")
+    elif parked is not None:
+        lines.append(f"learner waits: {parked.reason}, for {now - parked.since:.1f} s")
     return lines
 
 

@@ -38,7 +38,9 @@ MAX_INDEX, MAX_ATTEMPT = (1 << _INDEX_BITS) - 1, (1 << _ATTEMPT_BITS) - 1
 _COUNTERS = [f.name for f in fields(Counters)]
 _HEADER = ("crc", "num_tokens", "num_live_tokens", "reward", "truncated", "oldest", "newest", "fault")
 _SAMPLE_COLUMNS = ", ".join(("grp", "attempt", "idx", *_HEADER, "generator", "spans"))
-_ATTEMPT_COLUMNS = "grp, attempt, lane, prompt, size, state, reason, generator, incarnation, held, num_tokens, step"
+_ATTEMPT_COLUMNS = (
+    "grp, attempt, lane, prompt, size, state, reason, generator, incarnation, held, num_tokens, step, num_leases"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Store:
             with damage(path):
                 self.redo_bytes = self._sum_redo_bytes()  # trained payloads beyond the newest valid checkpoint
                 self._counters = Counters(**self._read_counters())
-                self._claim = self._read_claim()
+                self._claims = self._read_claims()
         except BaseException:
             self._file.close()
             raise
@@ -104,7 +106,7 @@ class Store:
 
     def _write(self, changes: Changes) -> None:
         db = self._db
-        marks = ",".join("?" * 12)
+        marks = ",".join("?" * 13)
         db.executemany(
             f"INSERT OR REPLACE INTO attempts ({_ATTEMPT_COLUMNS}) VALUES ({marks})", map(_row, changes.attempts)
         )
@@ -116,7 +118,7 @@ class Store:
         db.executemany("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", changes.checkpoints)
         validations = [tuple(asdict(v).values()) for v in changes.validations]
         db.executemany("INSERT OR REPLACE INTO validations VALUES (?, ?, ?, ?, ?, ?)", validations)
-        self._write_claim(changes.claim)
+        self._write_claims(changes.claims)
         self._write_counters(changes.counters)
         if changes.checkpoints:
             self._free_payloads(max(step for step, _, _ in changes.checkpoints))
@@ -146,15 +148,13 @@ class Store:
         )  # fmt: skip
         self.redo_bytes += size
 
-    def _write_claim(self, claim: Claim | None) -> None:
-        if claim == self._claim:
+    def _write_claims(self, claims: tuple[Claim, ...]) -> None:
+        if claims == self._claims:
             return
         self._db.execute("DELETE FROM claims")
-        if claim is not None:
-            c = claim
-            row = (c.step, c.epoch, c.version, c.limit, c.short, json.dumps(c.keys))
-            self._db.execute("INSERT INTO claims VALUES (?, ?, ?, ?, ?, ?)", row)
-        self._claim = claim
+        rows = [(c.step, c.epoch, c.version, c.limit, c.short, json.dumps(c.keys)) for c in claims]
+        self._db.executemany("INSERT INTO claims VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self._claims = claims
 
     def _write_counters(self, counters: Counters) -> None:
         for name in _COUNTERS:
@@ -200,7 +200,7 @@ class Store:
             return Snapshot(
                 counters=counters,
                 live=self._read_live(),
-                claim=self._read_claim(),
+                claims=self._read_claims(),
                 validations=[Validation(*row) for row in self._db.execute("SELECT * FROM validations ORDER BY step")],
                 counts=self._read_counts(),
                 drops=self._read_drops(),
@@ -252,7 +252,8 @@ class Store:
         return sum(file.stat().st_size for file in (self.path, log) if file.exists())
 
     def _group(self, key: Key) -> dict[str, Any]:
-        return {"group": key[0], "attempt": key[1], "samples": list(self._read_headers(key).values())}
+        sound = [h for h in self._read_headers(key).values() if h["fault"] is None]
+        return {"group": key[0], "attempt": key[1], "samples": sound}
 
     def _read_headers(self, key: Key) -> dict[int, Header]:
         rows = self._db.execute(
@@ -286,12 +287,11 @@ class Store:
             drops.setdefault(reason, Drops()).add(num_tokens, size, count)
         return drops
 
-    def _read_claim(self) -> Claim | None:
-        row = self._one("SELECT epoch, step, version, staleness_limit, short, group_keys FROM claims", ())
-        if row is None:
-            return None
-        epoch, step, version, limit, short, keys = row
-        return Claim(epoch, step, version, limit, bool(short), _keys(keys))
+    def _read_claims(self) -> tuple[Claim, ...]:
+        rows = self._db.execute(
+            "SELECT epoch, step, version, staleness_limit, short, group_keys FROM claims ORDER BY step"
+        )
+        return tuple(Claim(e, step, v, limit, bool(short), _keys(keys)) for e, step, v, limit, short, keys in rows)
 
     def _read_counters(self) -> dict[str, int]:
         return {name: value for name in _COUNTERS if (value := self.get(name)) is not None}
@@ -311,7 +311,7 @@ class Store:
 
 def _row(a: Attempt) -> tuple[Any, ...]:
     return (a.group, a.attempt, a.lane, a.prompt, a.size, a.state, a.reason, a.generator, a.incarnation, a.held,
-            a.num_tokens, a.step)  # fmt: skip
+            a.num_tokens, a.step, a.num_leases)  # fmt: skip
 
 
 def _header(key: Key, index: int, values: Sequence[Any]) -> Header:

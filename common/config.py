@@ -180,7 +180,9 @@ class RolloutCorrection(Section):
 
 class FilterGroups(Section):
     enable: bool = False
-    """Dynamic sampling (DAPO): not there yet, refused."""
+    """Dynamic sampling (DAPO): a group whose rewards are all equal is dropped as it comes, another takes its place."""
+    max_num_gen_batches: NonNegativeInt = 10
+    """The run ends after so many batches' worth of groups dropped so without a batch to train; 0: no limit."""
 
 
 class Algorithm(Section):
@@ -340,8 +342,11 @@ class Trainer(Section):
 class Staleness(Section):
     max: NonNegativeInt = 2
     """η: no token older than this many versions carries loss weight. 0 is synchronous on-policy training."""
-    policy: Literal["drop"] = "drop"
-    """What becomes of a group that is, or is bound to become, too old."""
+    policy: Literal["drop", "mask", "wait"] = "drop"
+    """What becomes of a group that is, or is bound to become, too old: it is dropped and its prompt tried again; its
+    older tokens get weight 0 (mask); or the learner waits for slow groups rather than leave them behind (wait)."""
+    wait_s: PositiveFloat = 60.0
+    """Policy `wait`: longest time that one batch waits for slow groups; then as `drop`."""
 
 
 class Weights(Section):
@@ -353,6 +358,8 @@ class Weights(Section):
     """Size of one transfer bucket."""
     timeout_s: PositiveFloat = 30.0
     """Longest time one member can hold up a publication; then it is left out."""
+    canary_every: NonNegativeInt = 50
+    """Versions between two proofs that an engine computes what the learner does; 0: at a first load, after faults."""
 
 
 class Ledger(Section):
@@ -395,6 +402,15 @@ class Config(Section):
     @property
     def needs_critic(self) -> bool:
         return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def greedy_index(self) -> int | None:
+        """Which sample of a training group is sampled greedily, as the baseline of `remax`; None: none is."""
+        return self.rollout.n if self.algorithm.adv_estimator == "remax" else None
+
+    @property
+    def samples_per_group(self) -> int:
+        return self.rollout.n + (self.greedy_index is not None)
 
     @property
     def needs_reference(self) -> bool:
@@ -454,14 +470,8 @@ def combination_faults(c: Config) -> list[str]:
         "(or algorithm.allow_single_sample_groups=true)",
     )
     refuse(
-        c.algorithm.filter_groups.enable,
-        "algorithm.filter_groups.enable=true: dynamic sampling needs a ledger that drops groups without signal "
-        "at commit, which is not there yet; set it to false",
-    )
-    refuse(
-        c.algorithm.adv_estimator == "remax",
-        "algorithm.adv_estimator=remax: needs one greedy sample per group, which the ledger cannot lease "
-        "yet; use rloo or grpo",
+        c.algorithm.filter_groups.enable and c.samples_per_group == 1,
+        "algorithm.filter_groups.enable=true: a group of one sample has no signal; set rollout.n ≥ 2, or it to false",
     )
     correction = c.algorithm.rollout_correction
     if correction.rollout_rs is not None:

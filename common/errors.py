@@ -4,9 +4,11 @@ LeewayError
 ├── ConfigError      a bad configuration or input, found before work starts (exit code 2)
 ├── WireError        a message that breaks the schema or its limits
 ├── LedgerError      a request the ledger refuses; a damaged ledger
+│   └── NoSignalError  dynamic sampling finds almost nothing to train on (exit code 2)
 ├── ControlError     Redis: unreachable, refused, or in contradiction with this process
 ├── WeightError      a publication that failed, was torn, or was refused
-│   └── PeerError    … because of one peer, which it names
+│   ├── PeerError    … because of one peer, which it names
+│   └── DisprovedError  an engine computes something else with the weights than the learner
 ├── EngineError      the sampling engine failed, or was used wrongly
 │   └── RequestCancelled  a request was ended early, on demand
 ├── FencedError      this process lost its epoch to a newer one
@@ -46,6 +48,10 @@ class LedgerError(LeewayError):
     pass
 
 
+class NoSignalError(LedgerError):
+    exit_code = 2  # a restart would not mend it
+
+
 class ControlError(LeewayError):
     pass
 
@@ -58,6 +64,12 @@ class PeerError(WeightError):
     def __init__(self, peer: str, what: str) -> None:
         self.peer = peer
         super().__init__(f"{peer}: {what}")
+
+
+class DisprovedError(WeightError):
+    def __init__(self, difference: float, what: str) -> None:
+        self.difference = difference
+        super().__init__(what)
 
 
 class EngineError(LeewayError):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import fcntl
-import os
 import re
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -130,13 +130,16 @@ def _redis(url: str | None) -> Iterator[str]:
 
 # ---------------------------------------------------------------- the run directory
 def run_dir_faults(config: Config) -> list[str]:
-    """Why this config cannot run in its directory: not writable, another run's, or in use. Writes nothing."""
+    """Why this config cannot run in its directory: not writable, another run's, or in use. Leaves nothing."""
     folder = Path(config.run.dir or "")
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir():
         return [f"run.dir={folder}: {parent} is not a folder"]
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return [f"run.dir={folder}: cannot write in {parent}; choose another run.dir"]
+    try:
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".leeway-"):  # os.access() says yes to root everywhere
+            pass
+    except OSError as e:
+        return [f"run.dir={folder}: cannot write in {parent} ({e.strerror}); choose another run.dir"]
     return [*_running_here(folder), *_earlier_run(config, folder)]
 
 

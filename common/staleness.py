@@ -46,3 +46,18 @@ def may_train(*, oldest: int, version: int, limit: int) -> bool:
 def is_doomed(*, oldest: int, version: int, limit: int) -> bool:
     """Whether a group can no longer be trained in time: versions never go down."""
     return version > deadline(oldest, limit)
+
+
+def num_left_late(deadlines: list[int], *, version: int, batch: int) -> int:
+    """Policy `wait`: how many too many of the groups left behind by the batch for ``version`` are due by some time.
+
+    For each d ≥ u at most (d − u)·B of them may have a deadline ≤ d: so many are trained by then. Those
+    whose deadline has passed are lost whatever is done.
+
+    Args:
+        deadlines: of the groups that are leased or ready and not in the batch.
+        version: u.
+        batch: B.
+    """
+    due = sorted(d for d in deadlines if d >= version)
+    return max([0, *(i - (d - version) * batch for i, d in enumerate(due, 1))])

@@ -60,7 +60,8 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # learner -> broker; every request carries `id`, the answer repeats it
     # takes the run: learners before this one are fenced off; the same incarnation gets the same epoch again
     "attach": {"id": int, "run": str, "name": str, "incarnation": str},
-    # the batch of the next step, to be trained at `version`; answered by `claimed` or `ended`, `waiting` before
+    # the batch of the next step, to be trained at `version`; while step s is trained at version v, also that of
+    # step s + 1 at v + 1; answered by `claimed` or `ended`, `waiting` before
     "claim": {"id": int, "epoch": int, "step": int, "version": int, "num_groups": int},
     # `keys`: [[group, attempt, index], …], at most 4,000
     "fetch": {"id": int, "epoch": int, "keys": list},
@@ -110,7 +111,10 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
     "beat": {"version": int, "state": str},
     "prepared": {"number": int},
     "staged": {"number": int, "digest": int},
-    "held": {"number": int, "version": int, "pause_s": float},
+    # loaded, and proven if a canary came with `swap`: `difference` of log-probs; -1: nothing was compared
+    "held": {"number": int, "version": int, "pause_s": float, "difference": float},
+    # loaded, but the canary's log-probs are others: the engine now holds nothing, and no sample of it leaves
+    "disproved": {"number": int, "version": int, "difference": float, "reason": str},
     "failed": {"number": int, "reason": str},
     "leave": {},
     # the engine has met a learner with a higher epoch, and takes nothing from this one any more
@@ -122,6 +126,7 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
         "epoch": int, "version": int, "number": int, "rank": int, "world_size": int,
         "store_host": str, "store_port": int, "prefix": str, "timeout_s": float,
     },
+    # payload: the canary, if this load is to be proven
     "swap": {"number": int, "version": int},
     "abort": {"number": int, "reason": str},
     "refused": {"re": str, "reason": str, "detail": str},

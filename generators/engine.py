@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.canary import Canary
 from common.config import Config
-from common.errors import EngineError, RequestCancelled
+from common.errors import DisprovedError, EngineError, RequestCancelled
 from common.sockets import Mailbox
+from generators.member import Swapped
 
 BACKEND = "leeway"  # name of our weight-transfer backend inside the worker
 PROGRESS_TOKENS = 32  # vLLM reports a running request every so many tokens
@@ -65,6 +67,12 @@ class Engine:
         self._recompute_kv = config.rollout.recompute_kv
         self._closed = False
         self._died = False
+        self._running: dict[str, str] = {}  # request -> vLLM's id of it
+        self._cancelled: set[str] = set()  # those of them that `cancel` was called for
+        self._trusted = asyncio.Event()  # cleared while a load is to be proven: no sample leaves
+        self._trusted.set()
+        self._num_disproofs = 0
+        self._num_proofs = 0
 
     # ------------------------------------------------------------ start and end
     @classmethod
@@ -101,6 +109,7 @@ class Engine:
         if (reader := self._llm.output_handler) is not None:
             reader.cancel()
         self._llm.output_processor.propagate_error(EngineError("the engine was closed"))
+        self._trusted.set()
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
         self.mailbox.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -138,6 +147,8 @@ class Engine:
     ) -> Completion:
         """Sample one response. Cancelling the task ends the request.
 
+        While a load is being proven the response is held back; if it is disproved, the request is made anew.
+
         Args:
             temperature: 0 is greedy; the log-probs are then those of temperature 1.
             request_id: unique among running requests.
@@ -147,6 +158,37 @@ class Engine:
             RequestCancelled: ``cancel`` was called for it.
             EngineError: the engine died, refused the prompt, or has no weights of a known version.
         """
+        while True:
+            disproofs = self._num_disproofs
+            self._running[request_id] = vllm_id = f"{request_id}~{disproofs}"
+            try:
+                completion = await self._sample(
+                    prompt_ids, temperature, top_p, top_k, max_tokens, vllm_id, on_progress
+                )
+                await self._trusted.wait()
+            except RequestCancelled:
+                if disproofs == self._num_disproofs or request_id in self._cancelled:
+                    raise
+                await self._trusted.wait()
+            finally:
+                self._running.pop(request_id, None)
+                self._cancelled.discard(request_id)
+            if self._closed:
+                raise EngineError("the engine was closed")
+            if disproofs == self._num_disproofs:
+                return completion
+
+    async def _sample(
+        self,
+        prompt_ids: list[int],
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        max_tokens: int,
+        request_id: str,
+        on_progress: Callable[[int], None] | None,
+    ) -> Completion:
+        """One request, whatever the proof of its weights will say."""
         from vllm.inputs.engine import tokens_input
 
         stream = on_progress is not None and max_tokens > PROGRESS_TOKENS
@@ -177,7 +219,9 @@ class Engine:
 
     async def cancel(self, request_id: str) -> None:
         """End a request early; nothing happens if it is unknown."""
-        await self._llm.abort(request_id)
+        if request_id in self._running:
+            self._cancelled.add(request_id)
+            await self._llm.abort(self._running[request_id])
 
     # ------------------------------------------------------------ weights
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
@@ -187,12 +231,37 @@ class Engine:
         except Exception as e:
             raise EngineError(f"{method}: {type(e).__name__}: {e}") from e
 
-    async def swap(self, version: int) -> float:
+    async def prompt_logprobs(self, ids: tuple[int, ...]) -> list[float]:
+        """[ids - 1]: log-probs of the tokens from the second on; goes before all that wait for their turn."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._num_proofs += 1
+        params = SamplingParams(
+            n=1, temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        last = None
+        async for out in self._llm.generate(tokens_input(list(ids)), params, f"canary-{self._num_proofs}", priority=-1):
+            last = out
+        if last is None or last.prompt_logprobs is None:
+            raise EngineError("the engine gave no log-probs of the canary")
+        flat = last.prompt_logprobs
+        return [flat.logprobs[i] for i in flat.start_indices[1:]]
+
+    async def swap(self, version: int, canary: Canary | None = None, timeout_s: float = 60.0) -> Swapped:
         """Load the weights that the workers have staged; requests in flight go on with them.
 
-        Returns the pause in seconds. Versions only rise.
+        With a canary the version counts as held, and samples leave, only once it is proven.
+        Versions only rise.
+
+        Args:
+            timeout_s: longest wait for the canary's log-probs.
 
         Raises:
+            DisprovedError: the log-probs are not the canary's. The engine then holds version -1;
+                running requests begin anew once a load is proven.
             EngineError: nothing complete of that version is staged (the old weights stay), or the
                 load failed half way (the engine is then closed: its weights are not known).
         """
@@ -200,6 +269,9 @@ class Engine:
             raise EngineError(f"version {version} is not above {self.version}, which this engine holds")
         core = self._llm.engine_core
         start = time.perf_counter()
+        trusted = self._trusted.is_set()
+        if canary is not None:
+            self._trusted.clear()
         try:
             # AsyncLLM.pause_generation does this and then sleeps for 20 ms.
             await core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
@@ -207,16 +279,37 @@ class Engine:
             refusals = [a for a in answers if a is not None]
             if not refusals:
                 await core.set_weight_version_async(str(version))
-                self.version = version
+                if canary is None:
+                    self.version = version
             elif len(refusals) < len(answers):
                 raise EngineError(f"only some workers loaded version {version}: {refusals[0]}")
             await core.resume_scheduler_async()
         except BaseException:
             await asyncio.shield(self.close())
             raise
+        pause_s = time.perf_counter() - start
         if refusals:
+            if trusted:
+                self._trusted.set()
             raise EngineError(refusals[0])
-        return time.perf_counter() - start
+        difference = -1.0 if canary is None else await self._prove(canary, timeout_s)
+        self.version = version
+        self._trusted.set()
+        return Swapped(pause_s, difference)
+
+    async def _prove(self, canary: Canary, timeout_s: float) -> float:
+        """The difference, if it is small enough; else nothing that was sampled since the load will leave."""
+        try:
+            try:
+                measured = await asyncio.wait_for(self.prompt_logprobs(canary.ids), timeout_s)
+            except TimeoutError:
+                raise DisprovedError(float("inf"), f"canary: no log-probs within {timeout_s:g} s") from None
+            return canary.check(measured)
+        except DisprovedError:
+            self.version = -1
+            self._num_disproofs += 1
+            await self._llm.abort(list(self._running.values()))
+            raise
 
 
 @functools.lru_cache(maxsize=64)
@@ -351,6 +444,7 @@ def _engine_args(model_path: str, config: Config, seed: int, on_cpu: bool) -> di
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
         "stream_interval": PROGRESS_TOKENS,
+        "scheduling_policy": "priority",  # the canary goes first; all else has the same priority: first come
         "generation_config": "auto",
         "tensor_parallel_size": workers,
         # On a CPU, too, the worker lives inside EngineCore: vLLM's own choice is a third process.

@@ -83,7 +83,7 @@ class Generator:
         if self.engine.version < 0 or self._stopping or self._desired() != "running":
             return 0
         seats = self.config.rollout.max_num_seqs
-        return seats + max(self.config.rollout.n, seats // 4)
+        return seats + max(self.config.samples_per_group, seats // 4)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until ``stop``, or the first error that ends the generator; leases are given back either way."""

@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from common.errors import EngineError, LeewayError, WeightError, WireError
+from common.canary import Canary
+from common.errors import DisprovedError, EngineError, LeewayError, WeightError, WireError
 from common.failpoints import failpoint
 from common.sockets import AsyncDealer, Mailbox
 from common.wire import CONTROL_OPS, WORKER_OPS, decode, encode
@@ -41,7 +43,15 @@ class SwappableEngine(Protocol):
 
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]: ...
 
-    async def swap(self, version: int) -> float: ...
+    async def swap(self, version: int, canary: Canary | None, timeout_s: float) -> Swapped: ...
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """How a swap went."""
+
+    pause_s: float
+    difference: float = -1.0  # of log-probs, against the canary; -1: nothing was compared
 
 
 @dataclass
@@ -77,6 +87,7 @@ class Member:
         self.epoch = -1  # highest one met
         self.state = "waits for a learner"
         self._beat_s = BEAT_S
+        self._timeout_s = 4 * BEAT_S  # the learner's, once it was heard
         self._num_connections = 0
         self._transfer: _Transfer | None = None
         self._line: AsyncDealer | None = None
@@ -88,7 +99,7 @@ class Member:
         """For ever: talk to the learner, and to the next one when it is replaced or falls silent.
 
         Raises:
-            EngineError: the engine died, or a load failed half way.
+            EngineError: the engine died, a load failed half way, or the learner sent it away.
         """
         parts = [
             asyncio.create_task(self._read_events(), name="weight-events"),
@@ -177,18 +188,21 @@ class Member:
         if op in ("welcome", "prepare") and not self._obeys(fields["epoch"]):
             return
         if op == "welcome":
-            self._beat_s = min(BEAT_S, fields["timeout_s"] / 4)
+            self._timeout_s = fields["timeout_s"]
+            self._beat_s = min(BEAT_S, self._timeout_s / 4)
             if self._transfer is None:
                 self.state = "idle"
         elif op == "prepare":
             self._transfer = _Transfer(fields["number"], fields["version"])
             self._spawn(self._prepare(self._transfer, fields, payload))
         elif op == "swap":
-            self._spawn(self._swap(fields["number"], fields["version"]))
+            self._spawn(self._swap(fields["number"], fields["version"], payload))
         elif op == "abort":
             self._abort(fields["number"], fields["reason"])
         elif op == "refused" and fields["reason"] == "unknown_member":
             self._hello()
+        elif op == "refused" and fields["reason"] == "disproved":
+            self._fail(EngineError(f"this engine does not compute what the learner does, {fields['detail']}"))
         elif op == "refused":
             _log.warning("the learner refuses this engine: %s (%s)", fields["reason"], fields["detail"])
 
@@ -218,20 +232,38 @@ class Member:
             )  # fmt: skip
             self._send("prepared", number=transfer.number)
 
-    async def _swap(self, number: int, version: int) -> None:
+    async def _swap(self, number: int, version: int, payload: list[bytes]) -> None:
         async with self._work:
             transfer = self._transfer
             if transfer is None or transfer.number != number or len(transfer.staged) < self.engine.num_workers:
                 return
             failpoint("member.swap")
-            self.state = f"swaps to version {version}"
-            pause_s = await self.engine.swap(version)
+            canary = Canary.decode(payload[0]) if payload else None
+            self.state = f"swaps to version {version}" + (", to be proven" if canary else "")
+            try:
+                swapped = await self.engine.swap(version, canary, self._timeout_s)
+            except DisprovedError as e:
+                self._disproved(transfer, e)
+                return
             self._transfer = None
             self.state = "idle"
             failpoint("member.held")
-            self._send("held", number=number, version=version, pause_s=pause_s)
+            self._send("held", number=number, version=version, pause_s=swapped.pause_s, difference=swapped.difference)
             if self.on_version is not None:
                 self.on_version(version)
+
+    def _disproved(self, transfer: _Transfer, error: DisprovedError) -> None:
+        """The engine holds nothing now; the learner sends a version again, or sends the engine away."""
+        _log.warning("version %d: %s", transfer.version, error)
+        if self._transfer is transfer:
+            self._transfer = None
+            self.state = "idle"
+        difference = error.difference if math.isfinite(error.difference) else -1.0
+        self._send(
+            "disproved", number=transfer.number, version=transfer.version, difference=difference, reason=str(error)
+        )
+        if self.on_version is not None:
+            self.on_version(self.engine.version)
 
     def _abort(self, number: int, reason: str) -> None:
         if self._transfer is not None and self._transfer.number == number:
@@ -263,6 +295,10 @@ class Member:
         _log.warning("version %d: %s", transfer.version, reason)
         self._send("failed", number=transfer.number, reason=reason)
 
+    def _fail(self, error: EngineError) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
     def _spawn(self, work: Any) -> None:
         """Run ``_prepare`` or ``_swap`` beside the dialogue."""
         transfer = self._transfer
@@ -272,8 +308,7 @@ class Member:
                 await work
             except Exception as e:
                 if self.engine.dead:
-                    if not self._failed.done():
-                        self._failed.set_exception(e if isinstance(e, EngineError) else EngineError(repr(e)))
+                    self._fail(e if isinstance(e, EngineError) else EngineError(repr(e)))
                 elif transfer is not None:
                     self._give_up(transfer, str(e) if isinstance(e, LeewayError) else repr(e))
 

@@ -54,6 +54,7 @@ class SampleMaker:
             "train": {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k},
             "eval": {"temperature": 0.0, "top_p": 1.0, "top_k": -1},
         }
+        self._greedy_index = config.greedy_index  # … and so is the baseline of `remax`
         self._num_requests = 0
 
     async def make(self, lease: Lease, index: int) -> list[bytes]:
@@ -72,9 +73,12 @@ class SampleMaker:
         self._activity.samples += 1
         return encode_sample(self._sample(lease, index, trajectory, score, timing))
 
+    def _settings_of(self, lease: Lease, index: int) -> dict[str, float]:
+        return self._settings["eval" if index == self._greedy_index else lease.lane]
+
     async def _play(self, lease: Lease, index: int) -> Trajectory:
         """One episode of the environment; each of its turns is a request of its own."""
-        settings = self._settings[lease.lane]
+        settings = self._settings_of(lease, index)
         made_before = 0  # tokens of earlier turns
 
         def progress(num_tokens: int) -> None:
@@ -108,7 +112,7 @@ class SampleMaker:
             response_ids=np.array(t.response_ids, dtype=np.int32),
             behavior_logprobs=np.array(t.logprobs, dtype=np.float32),
             spans=tuple(t.spans),
-            sampling=self._settings[lease.lane],
+            sampling=self._settings_of(lease, index),
             finish_reason=t.finish_reason,
             reward=score.value,
             generator=self._name,

@@ -7,7 +7,7 @@ tokens. Masks come from lengths and the sample's loss mask, never from token ids
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class Batch:
     group_ids: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32
     truncated: Tensor  # [batch] bool: ended by length
+    baselines: Tensor | None = None  # [batch]: score of the greedy sample of the row's group, if it has one (`remax`)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -45,12 +46,21 @@ class Batch:
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
+    def to(self, device: torch.device) -> Batch:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)})
+
     def prompt(self, row: int) -> NDArray[np.int64]:
         return self.tokens[self.starts[row] : self.starts[row] + self.prompt_lengths[row]]
 
-    def ages(self, version: int) -> tuple[int, int]:
-        """(smallest, largest) staleness at `version` of the tokens that carry loss weight."""
-        versions = self.behavior_versions[self.mask]
+    def young(self, version: int, limit: int) -> Tensor:
+        """[batch, response] bool: sampled tokens that are at most `limit` versions old at `version`; no other token
+        carries loss weight."""
+        return self.mask & (version - self.behavior_versions <= limit)
+
+    def ages(self, version: int, *, limit: int | None = None) -> tuple[int, int]:
+        """(smallest, largest) staleness at `version` of the sampled tokens, or of those `young` by `limit`."""
+        versions = self.behavior_versions[self.mask if limit is None else self.young(version, limit)]
         if not versions.numel():
             return 0, 0
         newest, oldest = torch.stack([versions.amax(), versions.amin()]).tolist()
@@ -58,7 +68,9 @@ class Batch:
 
 
 def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu") -> Batch:
-    """Tensors of `samples`, which come group by group."""
+    """Tensors of `samples`, which come group by group. Greedy samples are no rows, but the baselines of theirs."""
+    greedy = {s.group: s.reward for s in samples if s.sampling.get("temperature") == 0}
+    samples = [s for s in samples if s.sampling.get("temperature") != 0]
     prompt_lengths = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
     response_lengths = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
     tokens = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
@@ -86,6 +98,7 @@ def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu")
         group_ids=column([s.group for s in samples], torch.int64),
         temperatures=column([s.sampling.get("temperature", 1.0) for s in samples], torch.float32),
         truncated=column([s.finish_reason == "length" for s in samples], torch.bool),
+        baselines=column([greedy[s.group] for s in samples], torch.float32) if greedy else None,
     )
 
 

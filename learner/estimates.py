@@ -60,14 +60,15 @@ def kl_is_on(config: Config, step: int) -> bool:
 
 
 def make_targets(
-    config: Config, batch: Batch, start: StartOfStep, *, kl_controller: KLController, step: int
+    config: Config, batch: Batch, start: StartOfStep, *, kl_controller: KLController, step: int, young: Tensor
 ) -> tuple[Targets, dict[str, Tensor]]:
     """Correction, then rewards, then advantages. Returns the targets and metrics (scalar tensors).
 
+    young: [batch, response] bool, the sampled tokens that the staleness limit leaves in.
     Updates the KL controller if the KL is in the reward.
     """
     proximal = proximal_logprobs(config, batch, start)
-    is_weights, live = correction(config, batch, proximal)
+    is_weights, live = correction(config, batch, proximal, young)
     rewards, metrics = token_rewards(config, batch, start, kl_controller, step)
     advantages, returns = estimate_advantages(config, batch, rewards, live, start.values)
     targets = Targets(live, proximal, is_weights, rewards, advantages, returns, start.values, start.ref_logprobs)
@@ -81,15 +82,21 @@ def proximal_logprobs(config: Config, batch: Batch, start: StartOfStep) -> Tenso
     return start.proximal_logprobs if config.algorithm.proximal == "recompute" else None
 
 
-def correction(config: Config, batch: Batch, proximal: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """(importance weights or None, live mask)."""
+def correction(
+    config: Config, batch: Batch, proximal: Tensor | None, young: Tensor
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """(importance weights or None, live mask). What rejection says of a row takes in all its sampled tokens."""
     options = config.algorithm.rollout_correction
-    live = batch.mask
+    live = young
     if proximal is None:
         return None, live
     if options.rollout_rs is not None:
-        live = rejection_mask(
-            proximal, batch.behavior_logprobs, live, mode=options.rollout_rs, threshold=options.rollout_rs_threshold
+        live = young & rejection_mask(
+            proximal,
+            batch.behavior_logprobs,
+            batch.mask,
+            mode=options.rollout_rs,
+            threshold=options.rollout_rs_threshold,
         )
     return token_weights(config, proximal, batch.behavior_logprobs, batch.mask), live
 
@@ -158,6 +165,8 @@ def estimate_advantages(
         return adv.grpo(row_rewards, live, batch.group_ids, norm_by_std=norm_by_std), None
     if name == "gae":
         raw, returns = adv.gae(rewards, values, batch.mask, gamma=algorithm.gamma, lam=algorithm.lam, whiten=False)
+    elif name == "remax":
+        return adv.remax(rewards, batch.baselines, batch.mask), None
     elif name == "reinforce_plus_plus":
         raw, returns = adv.reinforce_plus_plus(rewards, batch.mask, gamma=algorithm.gamma, whiten=False)
     else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from common.errors import DeadlineError, FencedError, LedgerError, Stopped
+from common.errors import DeadlineError, FencedError, LedgerError, LeewayError, NoSignalError, Stopped
 from common.sockets import Dealer
 from common.wire import LEARNER_OPS, Sample, decode, decode_sample, encode, unpack
 
@@ -22,7 +22,7 @@ RESEND_S = 2.0  # silence after which a request is sent again
 POLL_S = 0.2  # how soon a stop is seen
 AFTER_STOP_S = 5.0  # time for what belongs to the last step once ``stop`` is set; a claim ends at once
 SAMPLES_PER_FETCH, TOKENS_PER_FETCH = 1024, 1 << 20  # of one request, whichever is reached first
-_CLAIM_ANSWERS = ("claimed", "ended")
+_ERRORS: dict[str, type[LeewayError]] = {"fenced": FencedError, "no_signal": NoSignalError}
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,19 @@ class Feed:
     ) -> None:
         """``address``: of the broker, or a function that looks it up (it is asked again after a silence)."""
         self._lookup = address if callable(address) else lambda: address
-        self._run_id, self._name, self._stop, self._timeout_s = run_id, name, stop, timeout_s
+        self._run_id, self._name, self.stop, self._timeout_s = run_id, name, stop, timeout_s
         self._incarnation = uuid.uuid4().hex
         self._dealer: Dealer | None = None
         self._address: str | None = None
         self._num_dials = 0
         self._last_id = 0
         self.epoch = 0
+
+    def another(self) -> Feed:
+        """A second connection of the attached learner, for another thread, with a `stop` of its own."""
+        feed = Feed(self._lookup, run_id=self._run_id, name=self._name, stop=Event(), timeout_s=self._timeout_s)
+        feed.epoch = self.epoch
+        return feed
 
     def close(self) -> None:
         if self._dealer is not None:
@@ -115,6 +121,8 @@ class Feed:
         self, *, step: int, version: int, num_groups: int, on_wait: Callable[[str], None] | None = None
     ) -> Claim | None:
         """The batch of ``step``, to be trained at ``version``; None: the data ended.
+
+        While step s is trained at version v, that of step s + 1 at version v + 1 may be claimed too.
 
         Waits for as long as the broker says that it waits; ``on_wait`` is told why, about once a second.
         """
@@ -205,7 +213,7 @@ class Feed:
         heard_at, sent_at, stopped_at = time.monotonic(), float("-inf"), float("inf")
         while True:
             now = time.monotonic()
-            if self._stop.is_set():
+            if self.stop.is_set():
                 stopped_at = min(stopped_at, now)
                 if op == "claim" or now - stopped_at > AFTER_STOP_S:
                     raise Stopped(what)
@@ -243,7 +251,7 @@ class Feed:
 
     def _receive(self, timeout_s: float) -> tuple[str, dict[str, Any], list[bytes]] | None:
         if self._dealer is None:
-            self._stop.wait(timeout_s)
+            self.stop.wait(timeout_s)
             return None
         frames = self._dealer.receive(timeout_s)
         return None if frames is None else decode(frames, LEARNER_OPS)
@@ -251,7 +259,7 @@ class Feed:
 
 def _checked(op: str, fields: dict[str, Any], payload: list[bytes]) -> tuple[str, dict[str, Any], list[bytes]]:
     if op == "error":
-        raise (FencedError if fields["kind"] == "fenced" else LedgerError)(fields["detail"])
+        raise _ERRORS.get(fields["kind"], LedgerError)(fields["detail"])
     return op, fields, payload
 
 

@@ -3,8 +3,9 @@
     claim batch → proximal, reference log-probs, values → correction (weights, rejection) → advantages
     → for each mini-batch: loss, backward, clip, step → acknowledge → publish → checkpoint
 
-Consumes claims (batches of B groups) from the broker. Produces versions of the weights. Waits for
-the broker alone, with a reason that is logged. Unblocked by ready groups, the end of the data, stop.
+Consumes claims (batches of B groups) from the broker; the next one is claimed and fetched while this
+one is trained. Produces versions of the weights. Waits for the broker alone, with a reason that is
+logged. Unblocked by ready groups, the end of the data, stop.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from common.config import Config
 from common.errors import LeewayError, Stopped
 from common.failpoints import failpoint
 from learner import ending, report, resume, validation
+from learner.ahead import Ahead, can_be_mended
 from learner.batch import Batch, make_batch
 from learner.checkpoint import Checkpoints
 from learner.estimates import make_targets
@@ -55,6 +57,7 @@ class Learner:
     run_dir: Path
     started: float = field(default_factory=time.monotonic)
     progress: Progress = field(default_factory=Progress)
+    ahead: Ahead | None = None  # None: each batch is claimed when the one before it is done
     published: int = -1  # newest version handed to the publisher
     saved: int = -1  # step of the newest checkpoint
     said_at: float = float("-inf")  # when the log last said what the learner waits for
@@ -73,6 +76,8 @@ class Learner:
                     return "the data ended"
         except Stopped:
             return "stopped"
+        finally:
+            self.stop_looking_ahead()
         return "max_steps reached"
 
     def step(self) -> bool:
@@ -89,13 +94,13 @@ class Learner:
             return False
         failpoint("learner.after_claim")
         with clock("fetch"):
-            batch = make_batch(self.feed.fetch(claim), device=self.ranks.device)
+            batch = self.fetch(claim)
         if not self.is_young(batch, version, claim.limit):
             self.feed.give_back(step=step, reason="stale")
             return True
-        settings = self.ranks.share(lambda: live_settings(self.config, self.control))
-        began = time.time()
-        outcome = self.train(batch, settings, step=step, version=version, clock=clock)
+        self.look_ahead(step + 1)
+        settings, began = self.ranks.share(lambda: live_settings(self.config, self.control)), time.time()
+        outcome = self.train(batch, settings, step=step, version=version, limit=claim.limit, clock=clock)
         span = [began, time.time()]
         failpoint("learner.before_ack")
         with clock("ack"):
@@ -105,7 +110,7 @@ class Learner:
             )  # fmt: skip
         failpoint("learner.after_ack")
         self.stats = stepped.stats
-        self.count(batch, outcome)
+        self.count(batch, outcome, limit=claim.limit)
         with clock("publish"):
             self.publish()
         with clock("save"):
@@ -114,17 +119,32 @@ class Learner:
         self.refuse_to_go_on_skipping()
         return True
 
-    def train(self, batch: Batch, settings: dict[str, float], *, step: int, version: int, clock: Clock) -> Outcome:
+    def train(
+        self, batch: Batch, settings: dict[str, float], *, step: int, version: int, limit: int, clock: Clock
+    ) -> Outcome:  # fmt: skip
         """`train_step` with what this learner has."""
         return train_step(
-            self.models, batch, config=self.config, settings=settings, step=step, version=version, ranks=self.ranks,
-            clock=clock,
+            self.models, batch, config=self.config, settings=settings, step=step, version=version, limit=limit,
+            ranks=self.ranks, clock=clock,
         )  # fmt: skip
 
     def claim(self, step: int) -> Any:
-        """The next batch; None when the data ended. Waits while the run is paused."""
-        self.ranks.share(self.wait_while_paused)
+        """The next batch, on every rank; None when the data ended. Waits while the run is paused."""
+        return self.ranks.share(lambda: self.claim_first(step))
+
+    def claim_first(self, step: int) -> Any:
+        """`claim` on rank 0."""
+        while self.control.desired() == "paused" and not self.stop.is_set():
+            self.control.update(state="paused")
+            self.stop.wait(PAUSE_POLL_S)
+        if self.stop.is_set():
+            raise Stopped("a batch")
         self.control.update(state=f"step {step}", version=self.progress.version)
+        if self.ahead is not None and self.ahead.step == step:
+            try:
+                return self.ahead.claim(stop=self.stop, on_wait=self.waits)
+            except LeewayError as e:
+                self.ask_again(step, e)
         return self.feed.claim(
             step=step,
             version=self.progress.version,
@@ -132,13 +152,33 @@ class Learner:
             on_wait=self.waits,
         )
 
-    def wait_while_paused(self) -> None:
-        """Raises Stopped."""
-        while self.control.desired() == "paused" and not self.stop.is_set():
-            self.control.update(state="paused")
-            self.stop.wait(PAUSE_POLL_S)
-        if self.stop.is_set():
-            raise Stopped("a batch")
+    def fetch(self, claim: Any) -> Batch:
+        return self.ranks.share(lambda: self.fetch_first(claim)).to(self.ranks.device)
+
+    def fetch_first(self, claim: Any) -> Batch:
+        """`fetch` on rank 0; in host memory."""
+        if self.ahead is not None and self.ahead.step == claim.step:
+            try:
+                return self.ahead.batch(stop=self.stop)
+            except LeewayError as e:
+                self.ask_again(claim.step, e)
+        return make_batch(self.feed.fetch(claim))
+
+    def look_ahead(self, step: int) -> None:
+        """Have the batch of `step` claimed and fetched while the one before it is trained."""
+        if self.ahead is None or step > self.config.run.max_steps or self.control.desired() == "paused":
+            return
+        self.ahead.order(step=step, version=self.progress.version + 1, num_groups=self.config.data.train_batch_size)
+
+    def stop_looking_ahead(self) -> None:
+        if self.ahead is not None:
+            self.ahead.cancel()
+
+    def ask_again(self, step: int, error: LeewayError) -> None:
+        """What was asked for ahead has failed: note it, if asking in step may mend it."""
+        if not can_be_mended(error):
+            raise error
+        self.log.warning("the batch of step %d, asked for ahead: %s; it is asked for again", step, error)
 
     def waits(self, reason: str) -> None:
         """Say what the learner waits for: in the registry at once, in the log now and then."""
@@ -150,7 +190,8 @@ class Learner:
     def is_young(self, batch: Batch, version: int, limit: int) -> bool:
         """The staleness bound, asserted once more. All ranks hold the whole batch, so they agree."""
         youngest, oldest = batch.ages(version)
-        if youngest >= 0 and oldest <= limit:
+        masked = self.config.staleness.policy == "mask"  # older tokens get weight 0
+        if youngest >= 0 and (youngest if masked else oldest) <= limit:
             return True
         self.log.error(
             "batch given back: its tokens are %d to %d versions old at version %d, the limit is %d",
@@ -158,12 +199,13 @@ class Learner:
         )  # fmt: skip
         return False
 
-    def count(self, batch: Batch, outcome: Outcome) -> None:
+    def count(self, batch: Batch, outcome: Outcome, *, limit: int) -> None:
         """Note the row; after a skip make sure that the weights are still those of the version."""
         if outcome.applied:
-            self.progress.count(batch, window=self.config.run.goal_window)
+            self.progress.count(batch, window=self.config.run.goal_window, limit=limit)
             return
         self.progress.count_skipped()
+        self.stop_looking_ahead()  # its batch is trained at this version now, so it is claimed anew
         self.log.warning("step %d skipped: %s is not finite", self.progress.step, outcome.where)
         if outcome.partly:
             resume.restore_weights(self)
@@ -196,7 +238,9 @@ class Learner:
         """The metrics line of the step that `progress` ends with, unless it has one (a redone step)."""
         if self.ranks.share(lambda: self.writer.has(progress.step)):
             return
-        values = report.numbers(outcome.metrics | report.batch_metrics(batch, version=version, config=self.config))
+        values = report.numbers(
+            outcome.metrics | report.batch_metrics(batch, version=version, limit=limit, config=self.config)
+        )
         values |= {"staleness/limit": limit, "training/skipped": int(not outcome.applied)}
         values |= report.progress_metrics(progress, self.config) | report.time_metrics(clock, batch)
         values |= report.broker_metrics(self.stats) | self.publisher.stats() | self.validations.metrics(self)
@@ -224,18 +268,21 @@ class Outcome:
 
 
 def train_step(
-    models: Models, batch: Batch, *, config: Config, settings: dict[str, float], step: int, version: int, ranks: Ranks,
-    clock: Clock,
+    models: Models, batch: Batch, *, config: Config, settings: dict[str, float], step: int, version: int, limit: int,
+    ranks: Ranks, clock: Clock,
 ) -> Outcome:  # fmt: skip
     """One batch, from its log-probs to new weights. The same for a step and for its redoing.
 
-    step: number of the row this becomes; version: of the weights as they are now.
+    step: number of the row this becomes; version: of the weights as they are now; limit: oldest age of a
+    token that carries loss weight.
     """
     actor, critic, reward_kl_coef = models.actor, models.critic, models.kl_controller.value
     micros = pack_all(batch, models, config, ranks)
     start = start_of_step(models, batch, micros, config=config, ranks=ranks, clock=clock)
     with clock("adv"):
-        targets, metrics = make_targets(config, batch, start, kl_controller=models.kl_controller, step=step)
+        targets, metrics = make_targets(
+            config, batch, start, kl_controller=models.kl_controller, step=step, young=batch.young(version, limit)
+        )
         metrics |= report.target_metrics(targets, batch.mask)
         metrics |= report.drift_metrics(batch, start, targets, version=version)
         metrics |= report.packing_metrics(batch, micros, ranks)

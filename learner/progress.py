@@ -25,7 +25,7 @@ class Progress:
     publications: int = 0
     seconds: float = 0.0  # before this process
 
-    def count(self, batch: Batch, *, window: int) -> None:
+    def count(self, batch: Batch, *, window: int, limit: int) -> None:
         """One more row of `steps` that was applied."""
         self.step += 1
         self.skipped_in_a_row = 0
@@ -34,8 +34,8 @@ class Progress:
             self.first_scores.append(score)
         self.last_scores = [*self.last_scores, score][-window:]
         self.samples_trained += len(batch)
-        self.tokens_trained += int(batch.mask.sum())
-        _, oldest = batch.ages(self.version)
+        self.tokens_trained += int(batch.young(self.version, limit).sum())
+        _, oldest = batch.ages(self.version, limit=limit)
         self.staleness_max = max(self.staleness_max or 0, oldest)
         self.version += 1
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from common.canary import Canary
 from common.config import Weights
 from common.errors import DeadlineError, FencedError, WeightError, WireError
 from common.failpoints import failpoint
@@ -42,6 +43,8 @@ class _Version:
     users: int = 0
     encoded: bytes = b""  # manifest with digests
     digest: int = 0
+    canary: Canary | None = None  # made when the first load of it is to be proven
+    proving: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(eq=False)
@@ -77,6 +80,7 @@ class Publisher:
         self._changed = threading.Condition(self._lock)
         # No number is used by two learners of a run.
         self._roster = Roster(run_id=run_id, epoch=epoch, timeout_s=config.timeout_s, next_number=epoch << 32)
+        self._canary: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary] | None = None
         self._layout: Manifest | None = None
         self._newest: _Version | None = None  # complete, with digests
         self._buffers: list[HostBuffer] = []  # not in use
@@ -95,6 +99,12 @@ class Publisher:
         self._thread.start()
 
     # ------------------------------------------------------------ for the training thread
+    def prove_with(self, forward: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary]) -> None:
+        """From now on have loads proven: ``forward`` computes the canary of the tensors as sent (in a thread)."""
+        with self._lock:
+            self._canary = forward
+            self._roster.proves, self._roster.canary_every = True, self._config.canary_every
+
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over the weights of ``version``; returns once they are copied out.
 
@@ -159,6 +169,7 @@ class Publisher:
                 "weights/transfer_s": f.transfer_s,
                 "weights/pause_s": f.pause_s,
                 "weights/copy_out_s": self._copy_out_s,
+                "weights/canary_difference": f.difference,
             }
 
     def close(self) -> None:
@@ -262,6 +273,8 @@ class Publisher:
                 self._prepare(action)
             elif isinstance(action, roster.Start):
                 self._start(action)
+            elif isinstance(action, roster.Swap):
+                self._swap(action)
             elif isinstance(action, roster.End):
                 self._end_transfer(action.number)
             elif self._on_event is not None:
@@ -288,6 +301,11 @@ class Publisher:
         failpoint("publish.prepare")
         self._send(action.peer, frames)
 
+    def _swap(self, action: roster.Swap) -> None:
+        canary = self._transfers[action.number].weights.canary if action.prove else None
+        payload = [] if canary is None else [canary.encode()]
+        self._send(action.peer, encode("swap", *payload, number=action.number, version=action.version))
+
     def _start(self, action: roster.Start) -> None:
         transfer = self._transfers[action.number]
         transfer.started = True
@@ -307,6 +325,8 @@ class Publisher:
     def _stream(self, action: roster.Start, transfer: _Transfer) -> None:
         group = None
         try:
+            if action.prove:
+                self._make_canary(transfer.weights)
             failpoint("publish.group")
             group = self._rendezvous.open_group(transfer.prefix, action.num_workers)
             manifest = transfer.weights.buffer.manifest
@@ -329,6 +349,12 @@ class Publisher:
             if group is not None:
                 group.close()
             self._release(transfer.weights)
+
+    def _make_canary(self, weights: _Version) -> None:
+        assert self._canary is not None
+        with weights.proving:  # several engines may need it at once
+            if weights.canary is None:
+                weights.canary = self._canary(weights.buffer.tensors())
 
     # ------------------------------------------------------------ threads and ends
     def _post(self, event: Callable[[float], list[Action]]) -> None:

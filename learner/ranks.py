@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     line: dist.ProcessGroup | None = None  # what rank 0 says to the others; None: alone
+    asking: list[bool] = field(default_factory=list)  # not empty: within `share`, on rank 0
 
     @property
     def first(self) -> bool:
@@ -52,17 +53,21 @@ class Ranks:
         """What `ask()` returns on rank 0, on every rank; it is called nowhere else.
 
         Raises on every rank what it raises there: Stopped, or else a LeewayError with its text and
-        exit code. Any other exception ends rank 0, and with it the others.
+        exit code. Any other exception ends rank 0, and with it the others. Within another `share` it
+        is just the call.
         """
-        if self.line is None:
+        if self.line is None or self.asking:
             return ask()
         if not self.first:
             return _heard(*self._broadcast(None))
+        self.asking.append(True)
         try:
             answer = ask()
         except LeewayError as e:
             self._broadcast(("stopped" if isinstance(e, Stopped) else "raised", str(e), e.exit_code))
             raise
+        finally:
+            self.asking.clear()
         self._broadcast(("answer", answer, 0))
         return answer
 

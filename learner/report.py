@@ -63,7 +63,7 @@ def of_updates(name: str, updates: list[Metrics]) -> Metrics:
     return metrics
 
 
-def batch_metrics(batch: Batch, *, version: int, config: Config) -> Metrics:
+def batch_metrics(batch: Batch, *, version: int, limit: int, config: Config) -> Metrics:
     """Scores, raw lengths (before any mask), ages."""
     sampled = batch.mask
     responses = torch.from_numpy(batch.response_lengths).float().to(sampled.device)
@@ -71,7 +71,8 @@ def batch_metrics(batch: Batch, *, version: int, config: Config) -> Metrics:
     there = torch.arange(sampled.shape[1], device=sampled.device) < responses.unsqueeze(-1)
     oldest = batch.behavior_versions.masked_fill(~there, LARGE).amin(-1)  # [batch]
     newest = batch.behavior_versions.masked_fill(~there, -1).amax(-1)
-    age = (version - batch.behavior_versions)[sampled].float()  # [tokens]
+    young = batch.young(version, limit)
+    age = (version - batch.behavior_versions)[young].float()  # [tokens]
     mixed = (newest > oldest).float()
     return {
         **_spread("critic/score/", batch.scores),
@@ -82,6 +83,7 @@ def batch_metrics(batch: Batch, *, version: int, config: Config) -> Metrics:
         "prompt_length/clip_ratio": (prompts >= config.data.max_prompt_length).float().mean(),
         **_spread("staleness/", age),
         "staleness/fresh_fraction": (age == 0).float().mean(),
+        "staleness/masked_fraction": 1 - young.sum() / sampled.sum(),
         "staleness/mixed_samples": mixed.mean(),
         "staleness/num_multi_version_samples": mixed.sum(),
         "perf/total_num_tokens": torch.tensor(batch.num_tokens),

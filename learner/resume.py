@@ -91,10 +91,11 @@ def redo(learner: Learner, row: Any, progress: Progress) -> None:
     clock, version = Clock(), progress.version
     with clock("fetch"):
         batch = make_batch(learner.feed.fetch(row.claim), device=learner.ranks.device)
-    outcome = learner.train(batch, row.settings, step=row.step, version=version, clock=clock)
+    limit = row.claim.limit
+    outcome = learner.train(batch, row.settings, step=row.step, version=version, limit=limit, clock=clock)
     if not outcome.applied:
         raise CheckpointError(f"step {row.step} was applied, but is not finite when redone; is this the same software?")
-    progress.count(batch, window=learner.config.run.goal_window)
+    progress.count(batch, window=learner.config.run.goal_window, limit=limit)
     if row.digest and weights_digest(learner.models.actor.module) != row.digest:
         learner.log.info("step %d redone: equal up to rounding, not to the bit", row.step)
     learner.report(batch, outcome, clock, progress, version=version, limit=row.claim.limit)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REST_S = 0.25  # after a failure a member rests this long, doubled each time, at most the timeout
+MAX_DISPROOFS = 3  # an engine that computes something else after so many loads is sent away
 TRANSFER_STATES = ("preparing", "sending", "swapping")
 
 
@@ -45,6 +46,17 @@ class Start:
     name: str
     version: int
     num_workers: int
+    prove: bool  # the load; its canary is made before the buckets are sent
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Send SWAP to a member, with the canary of ``version`` if the load is to be proven."""
+
+    peer: bytes
+    number: int
+    version: int
+    prove: bool
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ class Note:
     fault: bool = False
 
 
-Action = Send | Prepare | Start | End | Note
+Action = Send | Prepare | Start | Swap | End | Note
 
 
 @dataclass
@@ -84,6 +96,9 @@ class Member:
     failures: int = 0  # in a row
     pause_s: float = 0.0  # of its last swap
     started: float = 0.0  # when its transfer began
+    prove: bool = False  # whether the load of its transfer is to be proven
+    proven: int | None = None  # version of the last proof; None: the next load is to be proven
+    disproofs: int = 0  # in a row
 
 
 @dataclass
@@ -94,6 +109,7 @@ class Figures:
     failures: int = 0
     transfer_s: float = 0.0  # PREPARE to HELD
     pause_s: float = 0.0
+    difference: float = -1.0  # of the last proof
 
 
 @dataclass
@@ -110,6 +126,8 @@ class Roster:
     figures: Figures = field(default_factory=Figures)
     fenced_by: int | None = None  # a higher epoch than ours that a member has met
     next_number: int = 0
+    proves: bool = False  # whether there are canaries
+    canary_every: int = 0  # versions between two proofs; 0: only when one is due for another reason
 
     # ------------------------------------------------------------ messages of engines
     def receive(self, peer: bytes, op: str, fields: dict[str, Any], now: float) -> list[Action]:
@@ -152,25 +170,39 @@ class Roster:
         if not self._is_at(m, fields, "preparing"):
             return []
         m.state, m.deadline = "sending", float("inf")  # each bucket has its own limit
-        return [Start(m.number, m.name, m.sending, m.num_workers)]
+        return [Start(m.number, m.name, m.sending, m.num_workers, m.prove)]
 
     def _staged(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
         if not self._is_at(m, fields, "sending"):
             return []
         if fields["digest"] != m.digest:
             return self._fail(m, f"it staged something else (digest {fields['digest']}, not {m.digest})", now)
-        m.state, m.deadline = "swapping", now + self.timeout_s
-        swap = Send(m.peer, "swap", {"number": m.number, "version": m.sending})
-        return [swap, End(m.number, staged=True)]
+        # A proof waits for its turn in the engine, at most timeout_s.
+        m.state, m.deadline = "swapping", now + self.timeout_s * (2 if m.prove else 1)
+        return [Swap(m.peer, m.number, m.sending, m.prove), End(m.number, staged=True)]
 
     def _held(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
         m.version = max(m.version, fields["version"])
         if not self._is_at(m, fields, "swapping"):
             return self.advance(now)
         m.state, m.failures, m.pause_s = "idle", 0, fields["pause_s"]
+        if m.prove:
+            m.proven, m.disproofs, self.figures.difference = m.sending, 0, fields["difference"]
         self.figures.transfers += 1
         self.figures.transfer_s, self.figures.pause_s = now - m.started, m.pause_s
         return self.advance(now)
+
+    def _disproved(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        """It computes something else than what was sent: again, or away with it."""
+        m.version, m.proven, m.disproofs = -1, None, m.disproofs + 1
+        self.figures.difference = fields["difference"]
+        if m.disproofs < MAX_DISPROOFS:
+            if self._is_at(m, fields, "swapping"):
+                return self._fail(m, fields["reason"], now)
+            return [Note(f"{m.name} says: {fields['reason']}", fault=True), *self.advance(now)]
+        detail = f"after {m.disproofs} loads: {fields['reason']}"
+        away = Send(m.peer, "refused", {"re": "held", "reason": "disproved", "detail": detail})
+        return [*self._give_up(m, fields["reason"], now), away, Note(f"{m.name} is sent away {detail}", fault=True)]
 
     def _failed(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
         if fields["number"] != m.number:
@@ -255,8 +287,13 @@ class Roster:
                 m.number, self.next_number = self.next_number, self.next_number + 1
                 m.state, m.sending, m.digest = "preparing", self.version, self.digest
                 m.started, m.deadline = now, now + self.timeout_s
+                m.prove = self.proves and self._is_due(m)
                 actions.append(Prepare(m.peer, m.number, m.sending, m.num_workers))
         return actions
+
+    def _is_due(self, m: Member) -> bool:
+        """A proof: at its first load here, after each fault, and every ``canary_every`` versions."""
+        return m.proven is None or (self.canary_every > 0 and m.sending - m.proven >= self.canary_every)
 
     def _fail(self, m: Member, reason: str, now: float) -> list[Action]:
         """End a member's transfer; it rests a little and is then tried again."""
@@ -266,7 +303,7 @@ class Roster:
             End(m.number, staged=False),
         ]
         self.figures.failures += 1
-        m.state = "resting"
+        m.state, m.proven = "resting", None
         m.deadline = now + min(REST_S * 2**m.failures, self.timeout_s)
         m.failures += 1
         return actions

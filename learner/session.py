@@ -12,6 +12,8 @@ import torch
 from common.metrics import MetricsWriter
 from common.roles import Role
 from learner import ending, resume
+from learner.ahead import Ahead
+from learner.canary import CanaryForward
 from learner.checkpoint import Checkpoints
 from learner.feed import Feed
 from learner.initial import initial_folder, load_tokenizer, served_folder
@@ -60,7 +62,8 @@ class Session:
         served = ranks.share(self._announce_model)
         self.tokenizer = load_tokenizer(served, config)
         ranks.share(self._wait_for_broker)
-        feed = SharedFeed(self._own_feed() if ranks.first else None, ranks)
+        own = self._own_feed() if ranks.first else None
+        feed = SharedFeed(own, ranks)
         attached = feed.attach()
         publisher = self._own_publisher(attached.epoch) if ranks.first else Helper()
         folder, warmup = ranks.share(lambda: self._initial_weights(served))
@@ -72,8 +75,10 @@ class Session:
         self.learner = Learner(
             config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
-            started=self.started,
+            started=self.started, ahead=own and self._ahead(own),
         )  # fmt: skip
+        if ranks.first:
+            publisher.prove_with(self._canary())
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached)
@@ -111,6 +116,13 @@ class Session:
         role.control.update(address=publisher.address)
         return publisher
 
+    def _canary(self) -> CanaryForward:
+        config = self.role.config
+        return CanaryForward(
+            self.learner.models.actor.module.lm, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens - 1,
+            trust_remote_code=config.model.trust_remote_code,
+        )  # fmt: skip
+
     def _own_writer(self) -> MetricsWriter:
         writer = MetricsWriter(self.role.run_dir, self.role.config)
         self._open.callback(writer.close)
@@ -119,6 +131,11 @@ class Session:
     def _initial_weights(self, served: Path) -> tuple[Path, WarmupResult | None]:
         role = self.role
         return initial_folder(role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state)
+
+    def _ahead(self, feed: Feed) -> Ahead:
+        ahead = Ahead(feed.another())
+        self._open.callback(ahead.close)
+        return ahead
 
     def _broker_address(self) -> str | None:
         """Where the broker is now; a restarted one has another port."""

@@ -14,10 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from common.canary import Canary
 from common.processes import die_with_parent
 from common.sockets import Mailbox, post
 from common.wire import encode
-from generators.member import Member
+from generators.member import Member, Swapped
 from generators.staging import Staging
 
 
@@ -37,12 +38,12 @@ class Filling:
         self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
         return [None]
 
-    async def swap(self, version: int) -> float:
+    async def swap(self, version: int, canary: Canary | None, timeout_s: float) -> Swapped:
         assert version > self.version
         staged = self._staging.take(version)
         self.tensors = {name: t.clone() for name, t in staged.tensors()}
         self.version = version
-        return 0.0
+        return Swapped(0.0)
 
 
 async def main(name: str, address_file: str) -> None:

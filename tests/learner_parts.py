@@ -74,7 +74,7 @@ def make_groups(config: Config, seed: int, *, version: int = 0) -> list[Sample]:
             make_sample(
                 rng, seed * 1000 + g, i, version=version, response_tokens=int(rng.integers(1, 9)), prompt_ids=prompt
             )
-            for i in range(config.rollout.n)
+            for i in range(config.samples_per_group)
         ]
     return samples
 
@@ -121,17 +121,22 @@ class SimulatedFeed:
         self.step_rows: list[SimulatedRow] = []
         self.returned: list[tuple[int, str]] = []
         self.checkpoints: list[int] = []
-        self._claim: SimulatedClaim | None = None
+        self.stop = threading.Event()
+        self.num_ahead = 0  # batches claimed while the one before was trained
+        self._claims: dict[int, SimulatedClaim | None] = {}
 
     def attach(self) -> SimulatedAttached:
         return SimulatedAttached(self.version, len(self.step_rows))
 
     def claim(self, *, step: int, version: int, num_groups: int, on_wait: Any = None) -> SimulatedClaim | None:
-        assert step == len(self.step_rows) + 1
-        assert version == self.version
-        samples = self.samples(step, version)
-        self._claim = None if samples is None else SimulatedClaim(step, self.limit, samples)
-        return self._claim
+        ahead = step - len(self.step_rows) - 1
+        assert ahead in (0, 1)
+        assert version == self.version + ahead
+        if self._claims.get(step) is None:
+            self.num_ahead += ahead
+            samples = self.samples(step, self.version)
+            self._claims[step] = None if samples is None else SimulatedClaim(step, self.limit, samples)
+        return self._claims[step]
 
     def fetch(self, claim: SimulatedClaim) -> list[Sample]:
         return claim.samples
@@ -146,14 +151,16 @@ class SimulatedFeed:
         digest: str,
         optimizer_span: list[float],
     ) -> SimulatedStepped:
-        assert self._claim is not None and self._claim.step == step
+        claim = self._claims.pop(step)
+        assert claim is not None
         assert applied == (reason == "")
-        self.step_rows.append(SimulatedRow(step, applied, settings, digest, self._claim))
+        self.step_rows.append(SimulatedRow(step, applied, settings, digest, claim))
         self.version += applied
         return SimulatedStepped(self.version)
 
     def give_back(self, *, step: int, reason: str) -> None:
         self.returned.append((step, reason))
+        self._claims.clear()
 
     def rows(self, *, after: int) -> list[SimulatedRow]:
         return self.step_rows[after:]

@@ -16,15 +16,25 @@ from broker.records import Claim, Rules
 from broker.store import NewSample, Store
 from common.errors import FencedError
 
-B, N = 3, 2
+B, N = 3, 3
 GENERATORS = ("a", "b", "c")
 RULES = Rules(group_size=N, batch_size=B, max_attempts=3, lease_timeout_s=10.0, lease_limit_s=60.0)
 
 
 class Walk:
-    def __init__(self, pick: Callable[[int], int], ledger_class, store: Store | None = None, *, limit=1):
+    def __init__(
+        self,
+        pick: Callable[[int], int],
+        ledger_class,
+        store: Store | None = None,
+        *,
+        limit=1,
+        policy="drop",
+        filter_groups=False,
+    ):
         self.pick, self.ledger_class, self.store = pick, ledger_class, store
-        self.ledger = ledger_class(RULES, limit=limit, snapshot=store.snapshot() if store else None)
+        self.rules = replace(RULES, policy=policy, filter_groups=filter_groups)
+        self.ledger = ledger_class(self.rules, limit=limit, snapshot=store.snapshot() if store else None)
         self.now = 0.0
         self.held = dict.fromkeys(GENERATORS, 0)
         self.num_learners = 0
@@ -40,8 +50,10 @@ class Walk:
         self.commit()
 
     OPERATIONS = (
-        "lease", "lease", "lease", "sample", "sample", "sample", "sample", "sample", "finish", "finish", "duplicate",
-        "stray", "fault", "progress", "give_back", "forget", "expire", "update", "update", "claim", "claim", "claim",
+        "lease", "lease", "lease", "sample", "sample", "sample", "sample", "sample", "finish", "produce", "produce",
+        "duplicate",
+        "stray", "fault", "progress", "give_back", "forget", "expire", "update", "update", "claim", "claim",
+        "claim", "claim",
         "acknowledge", "acknowledge", "skip", "give_batch_back", "attach", "old_epoch", "set_limit", "stop", "commit",
         "commit", "crash",
     )  # fmt: skip
@@ -59,7 +71,10 @@ class Walk:
         before = self.ledger.outstanding
         attempt = self.ledger.lease(g, "1", held, self.now)
         if attempt is not None:
-            assert before < (self.ledger.limit + 1 - (v - held)) * B, "leased beyond the gate"
+            charge = held
+            if attempt.sound and self.rules.policy != "mask":
+                charge = min(held, *(h["oldest"] for h in attempt.sound))
+            assert before < (self.ledger.limit + 1 - (v - charge)) * B, "leased beyond the gate"
             assert attempt.group not in self.trained, "leased again after it was trained"
 
     def _some_lease(self):
@@ -77,7 +92,7 @@ class Walk:
             "crc": 0,
             "num_tokens": 1 + self.pick(9),
             "num_live_tokens": 1,
-            "reward": 1.0,
+            "reward": float(self.pick(2)),
             "truncated": False,
             "oldest": oldest,
             "newest": v,
@@ -106,6 +121,16 @@ class Walk:
             missing = [i for i in range(N) if i not in attempt.samples]
             self._deliver(attempt.generator, self._header(attempt, missing[0]))
 
+    def produce(self):
+        """A generator that works well: whole groups with the newest weights."""
+        g = GENERATORS[self.pick(3)]
+        self.held[g] = self.ledger.counters.version
+        for _ in range(1 + self.pick(2 * B)):
+            attempt = self.ledger.lease(g, "1", self.held[g], self.now)
+            while attempt is not None and attempt.state == "leased":
+                index = min(i for i in range(N) if i not in attempt.samples)
+                self._deliver(g, self._header(attempt, index))
+
     def duplicate(self):
         everything = [a for a in self.ledger.live.values() if a.samples]
         if everything:
@@ -127,7 +152,8 @@ class Walk:
         if attempt is not None:
             missing = [i for i in range(N) if i not in attempt.samples]
             self._deliver(attempt.generator, self._header(attempt, missing[0], fault="reward_error", reward=None))
-            assert attempt.state == "dropped"
+            num_faulty = sum(h["fault"] is not None for h in attempt.samples.values())
+            assert (attempt.state == "dropped") == (num_faulty > N - 2 or attempt.reason in ("stale", "no_signal"))
 
     def progress(self):
         attempt = self._some_lease()
@@ -143,12 +169,14 @@ class Walk:
         self.ledger.forget_generator(GENERATORS[self.pick(3)], "generator_lost")
 
     def expire(self):
-        self.now += self.pick(12)
-        self.ledger.expire(self.now)
-        for g in GENERATORS:
-            for attempt in self.ledger.leases_of(g):
-                assert self.now < attempt.renewed_at + RULES.lease_timeout_s, "a lease without progress lives on"
-                assert self.now < attempt.leased_at + RULES.lease_limit_s
+        for _ in range(1 + self.pick(3)):
+            self.now += self.pick(12)
+            self.ledger.expire(self.now)
+            for g in GENERATORS:
+                for attempt in self.ledger.leases_of(g):
+                    assert self.now < attempt.renewed_at + RULES.lease_timeout_s, "a lease without progress lives on"
+                    assert self.now < attempt.leased_at + RULES.lease_limit_s
+            self.progress()
 
     def update(self):
         """A generator gets the newest weights."""
@@ -171,10 +199,14 @@ class Walk:
             raise AssertionError("an old epoch was served")
 
     def claim(self):
-        c = self.ledger.counters
-        claim = self.ledger.claim(self.epoch, c.step + 1, c.version, B)
+        c, ahead = self.ledger.counters, len(self.ledger.claims)
+        if ahead == 2:
+            return
+        claim = self.ledger.claim(self.epoch, c.step + 1 + ahead, c.version + ahead, B, self.now)
         if isinstance(claim, Claim):
-            ages = [claim.version - self.ledger.live[key].oldest for key in claim.keys]
+            self.done["claimed ahead"] += ahead
+            assert self.ledger.claims[-1] is claim
+            ages = [claim.version - self.counts_from(self.ledger.live[key]) for key in claim.keys]
             assert min(ages) >= 0 and max(ages) <= claim.limit, "claimed too old"
             assert len(claim.keys) == B and len({g for g, _ in claim.keys}) == B
 
@@ -182,9 +214,12 @@ class Walk:
         claim = self.ledger.claimed
         if claim is None:
             return
+        assert claim.version == self.ledger.counters.version, "claimed for another version"
         for key in claim.keys:
-            oldest = min(h["oldest"] for h in self.ledger.live[key].samples.values())
-            assert claim.version - oldest <= claim.limit, "trained too old"
+            sound = self.ledger.live[key].sound
+            assert len(sound) >= 2, "trained too small a group"
+            assert len({h["reward"] for h in sound}) == 2 or not self.rules.filter_groups, "trained without signal"
+            assert claim.version - self.counts_from(self.ledger.live[key]) <= claim.limit, "trained too old"
             assert key[0] not in self.trained, "trained twice"
         before = self.ledger.counters.version
         for _ in range(1 + self.pick(2)):  # now and then the answer is lost and it is asked again
@@ -199,8 +234,10 @@ class Walk:
             self.acknowledge(applied=False)
 
     def give_batch_back(self):
-        if self.ledger.claimed is not None:
-            assert self.ledger.return_claim(self.epoch, self.ledger.claimed.step)
+        if self.ledger.claims:
+            i = self.pick(len(self.ledger.claims))
+            assert self.ledger.return_claim(self.epoch, self.ledger.claims[i].step)
+            assert len(self.ledger.claims) == i, "a batch after the one returned is still claimed"
 
     def set_limit(self):
         self.ledger.set_limit(self.pick(3))
@@ -227,7 +264,9 @@ class Walk:
         """What was not committed is gone; nobody was told of it."""
         if self.store is None or self.pick(3):
             return
-        self.ledger = self.ledger_class(RULES, limit=self.ledger.limit, snapshot=self.store.snapshot(), now=self.now)
+        self.ledger = self.ledger_class(
+            self.rules, limit=self.ledger.limit, snapshot=self.store.snapshot(), now=self.now
+        )
         for _, claim, applied in self._acknowledged:
             for group, _ in claim.keys if applied else ():
                 del self.trained[group]
@@ -236,6 +275,12 @@ class Walk:
         self.held = {g: min(v, self.ledger.counters.version) for g, v in self.held.items()}
 
     # ------------------------------------------------------------ what always holds
+    def counts_from(self, attempt):
+        """The version from which the age of a complete group counts."""
+        if self.rules.policy == "mask":
+            return max(h["newest"] for h in attempt.sound)
+        return min(h["oldest"] for h in attempt.sound)
+
     def check(self):
         ledger = self.ledger
         live = Counter(a.state for a in ledger.live.values() if a.lane == "train")
@@ -244,12 +289,15 @@ class Walk:
         assert min(counts.values(), default=0) >= 0 and ledger.issued == sum(counts.values())
         assert counts["trained"] == len(self.trained), "trained groups are miscounted"
         assert counts["dropped"] == sum(d.count for d in ledger.drops.values())
+        claimed = {key for claim in ledger.claims for key in claim.keys}
+        assert claimed == {a.key for a in ledger.live.values() if a.state == "claimed"}, "claimed by no claim"
         groups = [a.group for a in ledger.live.values()]
         assert len(groups) == len(set(groups)), "two live attempts of one group"
         for a in ledger.live.values():
             if a.state in ("leased", "ready") and a.missing == 0:
-                assert ledger.counters.version - a.oldest <= ledger.limit, "doomed, but still outstanding"
+                assert ledger.counters.version - self.counts_from(a) <= ledger.limit, "doomed, but still outstanding"
             assert a.state != "leased" or a.missing, "complete, but not ready"
+            assert a.state != "pending" or not a.samples or a.num_leases < RULES.max_attempts
         for g in GENERATORS:
             assert ledger.load_of(g) == sum(a.missing for a in ledger.leases_of(g)), "owed samples are miscounted"
         applied = sum(applied for *_, applied in [*self.steps, *self._acknowledged])
@@ -264,7 +312,13 @@ def _key(s: NewSample) -> tuple[int, int, int]:
 def comparable(snapshot):
     """Without what a restored ledger begins anew: times and progress of leases."""
     live = [
-        replace(copy.deepcopy(a), leased_at=0, renewed_at=0, num_tokens=0 if a.state == "leased" else a.num_tokens)
+        replace(
+            copy.deepcopy(a),
+            leased_at=0,
+            renewed_at=0,
+            num_tokens_before=0,
+            num_tokens=0 if a.state == "leased" else a.num_tokens,
+        )
         for a in snapshot.live
     ]
     return replace(snapshot, live=live)
@@ -274,5 +328,7 @@ def reachable(walk: Walk) -> None:
     """The walk has been everywhere it should."""
     reasons = set(walk.ledger.drops)
     expected = {"stale", "lease_expired", "generator_lost", "reward_error", "no", "skipped"}
+    assert walk.ledger.counters.num_leased_again > 20
     assert expected <= reasons, f"never dropped: {expected - reasons}"
+    assert walk.done["claimed ahead"] > 50
     assert len(walk.steps) > 50 and walk.ledger.counters.num_exhausted > 0

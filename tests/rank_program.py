@@ -100,8 +100,9 @@ def _step(models: Models, ranks: Ranks, step: int, *options: str, bad: bool = Fa
         samples[-1] = dataclasses.replace(samples[-1], reward=float("nan"))
     settings = live_settings(config, SimulatedControl())
     return train_step(
-        models, make_batch(samples), config=config, settings=settings, step=step, version=0, ranks=ranks, clock=Clock()
-    )
+        models, make_batch(samples), config=config, settings=settings, step=step, version=0, limit=2, ranks=ranks,
+        clock=Clock(),
+    )  # fmt: skip
 
 
 class _Float64:

@@ -32,12 +32,13 @@ def make_sample(group=0, attempt=0, index=0, *, num_tokens=6, version=0, **chang
 class SimulatedGenerator:
     """A thread that answers each lease with made-up samples after ``delay_s``.
 
-    Keeps what was acknowledged in ``acked`` and sends the rest again, like a real one.
+    ``only``: the indices it ever finishes. Keeps what was acknowledged in ``acked`` and sends the rest
+    again, like a real one.
     """
 
     def __init__(
         self, address: Callable[[], str | None], run_id: str, name: str, *, version=0, capacity=64, delay_s=0.0,
-        make: Callable[..., Sample] = make_sample, duplicate=1,
+        make: Callable[..., Sample] = make_sample, duplicate=1, only: set[int] | None = None,
     ):  # fmt: skip
         self.name, self.version, self.capacity, self.duplicate = name, version, capacity, duplicate
         self.acked: set[tuple[int, int, int]] = set()
@@ -46,6 +47,7 @@ class SimulatedGenerator:
         self.cancelled: list[tuple[int, int, str]] = []
         self.paused = threading.Event()  # set: leases are taken, nothing is made
         self._address, self._run_id, self._delay_s, self._make = address, run_id, delay_s, make
+        self._only = only
         self._incarnation = uuid.uuid4().hex
         self._unacked: dict[tuple[int, int, int], tuple[list[bytes], float]] = {}
         self._due: list[tuple[float, int, int, int]] = []
@@ -125,7 +127,7 @@ class SimulatedGenerator:
 
     def _on_message(self, op, fields):
         if op == "lease":
-            for index in fields["indices"]:
+            for index in fields["indices"] if self._only is None else self._only & set(fields["indices"]):
                 key = (fields["group"], fields["attempt"], index)
                 if key not in self._unacked and not any(item[1:] == key for item in self._due):
                     self._due.append((time.monotonic() + self._delay_s, *key))

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from common.control import Control, start_server
-from common.errors import DeadlineError, FencedError, LedgerError, Stopped
+from common.errors import DeadlineError, FencedError, LedgerError, NoSignalError, Stopped
 from common.processes import child_environment, spawn
 from common.sockets import Dealer
 from common.wire import encode, encode_sample
+from learner.ahead import Ahead
 from learner.feed import Feed
 from tests.simulated import SimulatedGenerator, make_sample, raw_answers
 
@@ -117,12 +118,20 @@ def wait_for(condition, what, timeout_s=10.0):
         time.sleep(0.02)
 
 
-def train(feed, *, steps, version=None, first=None, generators=()):
+def train(feed, *, steps, version=None, first=None, generators=(), look_ahead=False):
     """Steps of a learner that does nothing with its batches; generators get each version at once."""
     attached = feed.attach() if first is None else None
     step, version = (attached.step + 1, attached.version) if attached else (first, version)
+    stop, ahead = threading.Event(), Ahead(feed.another()) if look_ahead else None
+    last = step + steps - 1
     for _ in range(steps):
-        claim = feed.claim(step=step, version=version, num_groups=B)
+        if ahead is not None and ahead.step == step:
+            claim = ahead.claim(stop=stop, on_wait=lambda reason: None)
+            ahead.batch(stop=stop)
+        else:
+            claim = feed.claim(step=step, version=version, num_groups=B)
+        if ahead is not None and step < last:
+            ahead.order(step=step + 1, version=version + 1, num_groups=B)
         samples = feed.fetch(claim)
         assert len(samples) == B * N and max(version - s.behavior_versions.min() for s in samples) <= claim.limit
         now = time.time()
@@ -133,6 +142,8 @@ def train(feed, *, steps, version=None, first=None, generators=()):
         step, version = step + 1, version + 1
         for generator in generators:
             generator.version = version
+    if ahead is not None:
+        ahead.close()
     return stepped
 
 
@@ -161,7 +172,8 @@ def test_killed_brokers_lose_nothing_acknowledged_and_train_nothing_twice(run):
     run.broker(failpoint=points[0])
     generators = [run.generator(f"generator-{i}", delay_s=0.005, duplicate=2) for i in range(2)]
     feed, done = run.feed(timeout_s=60), threading.Event()
-    learner = threading.Thread(target=lambda: (train(feed, steps=60, generators=generators), done.set()), daemon=True)
+    work = lambda: (train(feed, steps=60, generators=generators, look_ahead=True), done.set())  # noqa: E731
+    learner = threading.Thread(target=work, daemon=True)
     learner.start()
     for following in [*points[1:], ""]:
         process = run.brokers[-1]
@@ -262,6 +274,32 @@ def test_leases_of_a_killed_generator_go_to_another(run):
     assert dropped in ([("lease_expired", B)], [("generator_lost", B)])
 
 
+def test_samples_of_a_killed_generator_are_kept_and_only_the_rest_is_made_again(run):
+    run.broker("ledger.lease_timeout_s=2", "staleness.max=0")
+    made: list[int] = []
+
+    def half(group, attempt, index, *, version):
+        made.append(index)
+        return make_sample(group, attempt, index, version=version, generator="dead" if index == 0 else "late")
+
+    dead = run.generator("generator-dead", make=half, only={0})
+    wait_for(lambda: len(dead.acked) == B, "half of each group")
+    dead.close()  # without a word
+    feed = run.feed()
+    feed.attach()
+    other = run.generator("generator-b")
+    claim = feed.claim(step=1, version=0, num_groups=B)
+    samples = feed.fetch(claim)
+    assert {g.attempt for g in claim.groups} == {0} and {s.index: s.generator for s in samples} == {
+        0: "dead", 1: "simulated"
+    }  # fmt: skip
+    assert {index for *_, index in other.acked} == {1} and set(made) == {0}
+    assert run.query("SELECT state, num_leases, COUNT(*) FROM attempts WHERE grp < 4 GROUP BY 1, 2") == [
+        ("claimed", 2, B)
+    ]  # fmt: skip
+    assert feed.status()["queue/leased_again"] == B
+
+
 def test_bye_restart_and_cancel(run):
     run.broker("staleness.max=0")
     gone = run.generator("generator-a")
@@ -289,6 +327,19 @@ def test_validation_on_generators_beside_training(run):
     wait_for(feed.validations, "the result")
     assert feed.validations() == [{"step": 0, "version": 0, "score": 0.25, "num_samples": 5, "num_dropped": 0}]
     assert feed.claim(step=1, version=0, num_groups=B).groups[0].headers[0]["reward"] == 0.25
+
+
+def test_dynamic_sampling_drops_what_has_no_signal_and_says_when_nothing_else_comes(run):
+    run.broker("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=5")
+    mixed = run.generator("generator-a", make=lambda g, a, i, *, version: make_sample(
+        g, a, i, version=version, reward=float(i if g % 3 else 1)))  # fmt: skip
+    feed = run.feed()
+    train(feed, steps=3, generators=[mixed])
+    assert run.query("SELECT COUNT(*) FROM attempts WHERE state = 'trained' AND grp % 3 = 0") == [(0,)]
+    assert run.query("SELECT COUNT(*) > 0 FROM attempts WHERE reason = 'no_signal'") == [(1,)]
+    mixed._make = lambda g, a, i, *, version: make_sample(g, a, i, version=version, reward=0.0)
+    with pytest.raises(NoSignalError, match="groups in a row had equal rewards only"):
+        train(feed, steps=9, first=4, version=3, generators=[mixed])
 
 
 def test_malformed_messages_are_refused_with_a_reason_and_counted(run):

@@ -20,6 +20,7 @@ from common.config import Config, Weights
 from common.errors import DeadlineError, EngineError, RequestCancelled
 from generators.engine import Completion, Engine
 from generators.member import Member
+from learner.canary import CanaryForward
 from learner.publish import Publisher
 from tests import models
 
@@ -40,10 +41,12 @@ CONFIG = Config.model_validate(
 class Bench:
     """An engine and its membership in a loop of their own thread; the publisher is used from the test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, weights: Weights = WEIGHTS) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.publisher = Publisher(run_id="run", epoch=1, config=WEIGHTS)
+        self.notes: list[str] = []
+        self.publisher = Publisher(run_id="run", epoch=1, config=weights, on_event=self.notes.append)
+        self.publisher.prove_with(CanaryForward(models.tiny_model(), dtype="float32", max_tokens=100))
         start = time.monotonic()
         self.engine: Engine = self.run(
             Engine.start(model_path=str(models.write_folder(folder / "model")), config=CONFIG, seed=1)
@@ -51,7 +54,7 @@ class Bench:
         self.start_s = time.monotonic() - start
         self.member = self.run(self._join())
         self.version = -1
-        self._task = asyncio.run_coroutine_threadsafe(self.member.run(), self.loop)
+        self.task = asyncio.run_coroutine_threadsafe(self.member.run(), self.loop)
         self._num_requests = 0
 
     async def _join(self) -> Member:
@@ -69,8 +72,8 @@ class Bench:
         self.publisher.publish(self.version, model.named_parameters())
         if wait:
             self.publisher.wait_held(self.version, timeout_s=20)
-        if self._task.done():
-            self._task.result()
+        if self.task.done():
+            self.task.result()
         return model
 
     async def sample(self, max_tokens: int, *, temperature: float = 1.0, prompt: list[int] = PROMPT) -> Completion:
@@ -88,7 +91,7 @@ class Bench:
         return list(await asyncio.gather(*(self.sample(max_tokens) for _ in range(count))))
 
     def close(self) -> None:
-        self._task.cancel()
+        self.task.cancel()
         self.run(self.engine.close())
         self.publisher.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -120,6 +123,7 @@ def test_pushed_weights_give_hugging_faces_logprobs(bench: Bench) -> None:
         for completion in bench.run(bench.sample_many(8, 40)):
             assert completion.spans == [(bench.version, 0, len(completion.response_ids))]
             assert largest_difference(model, completion) < 1e-4
+    assert 0 <= bench.publisher.stats()["weights/canary_difference"] < 1e-4  # the first load was proven
 
 
 def test_temperature_and_ends(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from learner.batch import group_slices, make_batch
 from tests.learner_parts import make_sample
@@ -44,6 +45,19 @@ def test_ages_are_those_of_the_tokens_with_loss_weight() -> None:
     assert b.ages(5) == (1, 3)
     masked = make_batch([make_sample(RNG, 0, 0, response_tokens=6, spans=spans, loss_mask_runs=(0, 2, 4))])
     assert masked.ages(5) == (1, 1)
+    assert b.ages(5, limit=2)[1] <= 2 and int(b.young(5, 99).sum()) == int(b.mask.sum()) > int(b.young(5, 2).sum())
+
+
+def test_a_greedy_sample_is_no_row_but_the_baseline_of_its_group() -> None:
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+    samples = [
+        make_sample(RNG, group, i, reward=group / 10 + i, **({"sampling": greedy} if i == 2 else {}))
+        for group in (3, 4) for i in range(3)
+    ]  # fmt: skip
+    b = make_batch(samples)
+    assert len(b) == 4 and b.group_ids.tolist() == [3, 3, 4, 4]
+    assert b.baselines is not None and b.baselines.tolist() == pytest.approx([2.3, 2.3, 2.4, 2.4])
+    assert make_batch(samples[:2]).baselines is None
 
 
 def test_mini_batches_are_whole_groups_in_their_order() -> None:

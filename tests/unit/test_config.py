@@ -89,7 +89,7 @@ def test_every_key_has_a_sentence():
         ("actor.ppo_mini_batch_size=48", "actor.ppo_mini_batch_size=48: must divide data.train_batch_size=64"),
         ("data.max_response_length=20000", "actor.ppo_max_token_len_per_gpu=16384: one sequence can have"),
         ("rollout.n=1", "rollout.n=1: grpo compares samples of one prompt"),
-        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: needs one greedy sample"),
+        ("rollout={n: 1}", "rollout.n=1: grpo compares samples of one prompt"),
         ("run.bind_host=0.0.0.0", "run.bind_host=0.0.0.0: a public bind needs transport keys"),
         ("run.id='../x'", "run.id='../x': use letters"),
         ("rollout.temperature=0", "command line: rollout.temperature=0: input should be greater than 0"),
@@ -98,6 +98,14 @@ def test_every_key_has_a_sentence():
 def test_one_fault_says_what_and_where(override, expected):
     found = faults(override)
     assert any(f.startswith(expected) for f in found), found
+
+
+def test_dynamic_sampling_needs_groups_and_remax_has_a_greedy_sample_more():
+    assert any("has no signal" in f for f in faults("rollout.n=1", "algorithm.filter_groups.enable=true"))
+    remax = ["rollout.n=1", "algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"]
+    config = load_config([], [*GOOD, *remax])
+    assert (config.samples_per_group, config.greedy_index) == (2, 1)
+    assert Config().greedy_index is None and Config().samples_per_group == 8
 
 
 def test_a_fault_in_a_file_names_the_file(tmp_path):
@@ -253,3 +261,8 @@ def test_help_lists_each_key_with_its_sentence():
 def test_an_unknown_option_is_refused():
     code, _, errors, _, _ = launch("run", *GOOD, "--fast")
     assert code == 2 and "unrecognized arguments: --fast" in errors
+
+
+def test_an_unwritable_run_directory_is_refused_even_to_root():
+    [fault] = faults("run.dir=/proc/nowhere", check=checked_config)
+    assert fault.startswith("run.dir=/proc/nowhere: cannot write in /proc")

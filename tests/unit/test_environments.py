@@ -111,6 +111,19 @@ def test_the_seam_carries_several_turns_with_a_loss_mask():
     assert (activity.tokens, lease.tokens) == (4, {0: 4})
 
 
+def test_the_baseline_of_remax_is_sampled_greedily():
+    config = Config.model_validate({"rollout": {"n": 2}, "algorithm": {"adv_estimator": "remax"}})
+    row = {"data_source": "reverse_digits", "reward_model": {"ground_truth": "12"}}
+
+    async def main():
+        engine = SimulatedEngine(lambda prompt, max_tokens: [7, 1], version=3)
+        maker = SampleMaker("g", config, engine, ToolTurns(), Scorer(config, logging.root), Activity(0.0))
+        return [await maker.make(Lease(1, 0, "train", row, [9]), index) for index in range(3)]
+
+    samples = [decode_sample(header, p[0]) for _, header, p in (decode(f, GENERATOR_OPS) for f in asyncio.run(main()))]
+    assert [s.sampling["temperature"] for s in samples] == [1.0, 1.0, 0.0]
+
+
 def test_a_folder_without_a_tokenizer_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match=str(tmp_path)):
         load_environment(str(tmp_path), CONFIG)

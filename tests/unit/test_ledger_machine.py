@@ -16,17 +16,20 @@ from common import staleness
 from tests.ledger_walk import Walk, reachable
 
 
-def walk(seed, *, ops, ledger_class=Ledger, store=None):
+def walk(seed, *, ops, ledger_class=Ledger, store=None, **rules):
     rng = random.Random(seed)
-    walk = Walk(rng.randrange, ledger_class, store)
+    walk = Walk(rng.randrange, ledger_class, store, **rules)
     for _ in range(ops):
         walk.step()
     return walk
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_seeded_walk_in_memory(seed):
-    reachable(walk(seed, ops=25_000))
+RULES = [{"policy": "drop"}, {"policy": "drop", "filter_groups": True}, {"policy": "mask"}, {"policy": "wait"}]
+
+
+@pytest.mark.parametrize(("seed", "rules"), enumerate(RULES))
+def test_seeded_walk_in_memory(seed, rules):
+    reachable(walk(seed, ops=25_000, **rules))
 
 
 def test_seeded_walk_on_disk_with_crashes(tmp_path):
@@ -42,9 +45,9 @@ def test_seeded_walk_on_disk_with_crashes(tmp_path):
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(data=st.data(), limit=st.integers(0, 2))
-    def begin(self, data, limit):
-        self.walk = Walk(lambda n: data.draw(st.integers(0, n - 1)), Ledger, limit=limit)
+    @initialize(data=st.data(), limit=st.integers(0, 2), policy=st.sampled_from(["drop", "mask", "wait"]))
+    def begin(self, data, limit, policy):
+        self.walk = Walk(lambda n: data.draw(st.integers(0, n - 1)), Ledger, limit=limit, policy=policy)
 
     @rule(name=st.sampled_from(Walk.OPERATIONS), data=st.data())
     def operate(self, name, data):
@@ -63,7 +66,7 @@ FAULTS = {
     "dedup skipped": ("if index in attempt.samples:", "if False:"),
     "lost expiry": ("heapq.heappush(self._expiries, (due, key))", "pass"),
     "doomed groups stay": ("c.version += 1\n            self._drop_doomed()", "c.version += 1"),
-    "claim survives its epoch": ("self._return_claimed()\n            self.attached", "self.attached"),
+    "claim survives its epoch": ("self._return_claims(0)\n            self.attached", "self.attached"),
     "no fence": ("if epoch != self.counters.epoch or epoch == 0:", "if False:"),
     "lease gate open": ("if not staleness.may_lease(", "if False and not staleness.may_lease("),
     "version raised by a skipped step": ("if applied:\n            c.version", "if True:\n            c.version"),
@@ -71,6 +74,10 @@ FAULTS = {
         'if attempt is None or attempt.generator != generator:\n            return "late"',
         'if attempt is None:\n            return "stored"',
     ),
+    "claim ahead keeps the version that was not made": ("self.claims[0] = replace(", "replace("),
+    "claim ahead outlives the batch before it": ("for claim in self.claims[first:]:", "for claim in self.claims[:1]:"),
+    "kept group charged as a fresh one": ("held=min(held, attempt.oldest)", "held=held"),
+    "lost samples stay owed": ("attempt.num_leases += 1", "attempt.num_leases += 1; self._owed[generator] += 1"),
     "repeated acknowledgement counts again": ("c.epoch_start < step <= c.step:", "c.epoch_start < step < c.step:"),
 }
 
@@ -83,12 +90,24 @@ def test_seeded_faults_of_the_state_machine_are_caught(fault):
     module = types.ModuleType("faulty_ledger")
     exec(compile(source.replace(right, wrong), "faulty_ledger", "exec"), module.__dict__)
     with pytest.raises(Exception):  # noqa: B017 (which check finds it does not matter)
-        for seed in range(3):
+        for seed in range(8):
             walk(seed, ops=4_000, ledger_class=module.Ledger)
 
 
-def test_seeded_fault_in_the_shared_gate_is_caught(monkeypatch):
-    monkeypatch.setattr(staleness, "lease_room", lambda *, outstanding, version, held, limit, batch: 1 - outstanding + (
-        limit + 1 - (version - held)) * batch)  # fmt: skip
-    with pytest.raises(AssertionError, match="leased beyond the gate"):
-        walk(0, ops=4_000)
+GATES = {
+    "lease_room": (
+        lambda *, outstanding, version, held, limit, batch: 1 - outstanding + (limit + 1 - (version - held)) * batch,
+        "leased beyond the gate",
+    ),
+    "may_train": (lambda *, oldest, version, limit: version <= oldest + limit + 1, "claimed too old"),
+    "is_doomed": (lambda *, oldest, version, limit: version > oldest + limit + 1, "doomed, but still outstanding"),
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_seeded_faults_by_one_in_the_shared_gates_are_caught(monkeypatch, gate):
+    wrong, found = GATES[gate]
+    monkeypatch.setattr(staleness, gate, wrong)
+    with pytest.raises(AssertionError, match=found):
+        for seed in range(3):
+            walk(seed, ops=4_000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from learner.roster import End, Note, Prepare, Roster, Send, Start
+from learner.roster import End, Note, Prepare, Roster, Send, Start, Swap
 
 TIMEOUT_S = 2.0
 
@@ -35,7 +35,7 @@ def deliver(r: Roster, prepare: Prepare, now: float) -> list[Any]:
     r.receive(peer, "prepared", {"number": n}, now)
     r.sent(n, now)
     r.receive(peer, "staged", {"number": n, "digest": 100 + prepare.version}, now)
-    return r.receive(peer, "held", {"number": n, "version": prepare.version, "pause_s": 0.01}, now)
+    return r.receive(peer, "held", {"number": n, "version": prepare.version, "pause_s": 0.01, "difference": 1e-6}, now)
 
 
 def test_the_dialogue_of_one_transfer() -> None:
@@ -47,8 +47,11 @@ def test_the_dialogue_of_one_transfer() -> None:
     start = only(r.receive(b"a", "prepared", {"number": prepare.number}, 0.1), Start)
     assert (start.name, start.version) == ("a", 0)
     staged = r.receive(b"a", "staged", {"number": prepare.number, "digest": 100}, 0.2)
-    assert staged == [Send(b"a", "swap", {"number": prepare.number, "version": 0}), End(prepare.number, staged=True)]
-    assert r.receive(b"a", "held", {"number": prepare.number, "version": 0, "pause_s": 0.05}, 0.3) == []
+    assert staged == [Swap(b"a", prepare.number, 0, prove=False), End(prepare.number, staged=True)]
+    assert (
+        r.receive(b"a", "held", {"number": prepare.number, "version": 0, "pause_s": 0.05, "difference": -1.0}, 0.3)
+        == []
+    )
     assert (r.members["a"].version, r.members["a"].state) == (0, "idle")
     assert (r.figures.transfers, r.figures.transfer_s, r.figures.pause_s) == (1, 0.3, 0.05)
 
@@ -126,7 +129,7 @@ def test_late_and_foreign_messages_change_nothing() -> None:
     for op, fields in (
         ("prepared", {"number": n + 7}),
         ("staged", {"number": n, "digest": 100}),  # not asked for yet
-        ("held", {"number": n, "version": -1, "pause_s": 0.0}),
+        ("held", {"number": n, "version": -1, "pause_s": 0.0, "difference": -1.0}),
         ("failed", {"number": n - 1, "reason": ""}),
     ):
         assert r.receive(b"a", op, fields, 0.0) == []
@@ -143,6 +146,46 @@ def test_a_wrong_digest_is_not_swapped_in() -> None:
     assert [a.op for a in actions if isinstance(a, Send)] == ["abort"]
 
 
+def test_when_a_load_is_to_be_proven() -> None:
+    r = roster()
+    r.proves, r.canary_every = True, 3
+    prepare, seen = only(join(r, "a"), Prepare), []
+    for version in range(1, 9):
+        n = prepare.number
+        start = only(r.receive(b"a", "prepared", {"number": n}, 0.0), Start)
+        swap = only(r.receive(b"a", "staged", {"number": n, "digest": 100 + version - 1}, 0.0), Swap)
+        assert start.prove == swap.prove
+        seen.append(swap.prove)
+        if version == 6:  # a fault: the load after it is proven
+            r.receive(b"a", "failed", {"number": n, "reason": "broke"}, 0.0)
+            r.published(version, 100 + version, 0.0)
+            prepare = only(r.tick(1.0 + 0.3), Prepare)
+            continue
+        held = {"number": n, "version": version - 1, "pause_s": 0.0, "difference": 1e-6}
+        r.receive(b"a", "held", held, 0.0)
+        prepare = only(r.published(version, 100 + version, 0.0), Prepare)
+    assert seen == [True, False, False, True, False, False, True, False]
+
+
+def test_who_computes_something_else_gets_it_again_and_is_then_sent_away() -> None:
+    r, now = roster(), 0.0
+    r.proves = True
+    prepare = only(join(r, "a"), Prepare)
+    for disproofs in (1, 2, 3):
+        n = prepare.number
+        r.receive(b"a", "prepared", {"number": n}, now)
+        assert only(r.receive(b"a", "staged", {"number": n, "digest": 100}, now), Swap).prove
+        fault = {"number": n, "version": 0, "difference": 0.7, "reason": "canary: 0.7"}
+        actions = r.receive(b"a", "disproved", fault, now)
+        if disproofs < 3:
+            assert r.members["a"].version == -1 and "canary: 0.7" in only(actions, Note).text
+            now += 1.0
+            prepare = only(r.receive(b"a", "beat", {"version": -1, "state": ""}, now), Prepare)
+    assert not r.members
+    refused = next(a for a in actions if isinstance(a, Send) and a.op == "refused")
+    assert refused.fields == {"re": "held", "reason": "disproved", "detail": "after 3 loads: canary: 0.7"}
+
+
 def test_a_fenced_learner_sends_nothing_more() -> None:
     r = roster()
     join(r, "a", 0)
@@ -156,6 +199,7 @@ def test_whatever_happens_everybody_who_lives_holds_the_newest_in_the_end() -> N
     for seed in range(200):
         rng = random.Random(seed)
         r, now, open_transfers = roster(), 0.0, set()
+        r.proves = bool(seed % 2)
         names = ["a", "b", "c"]
 
         def note(actions: list[Any], opened: set[int] = open_transfers) -> list[Prepare]:
@@ -169,7 +213,20 @@ def test_whatever_happens_everybody_who_lives_holds_the_newest_in_the_end() -> N
             m = r.members.get(name)
             number = m.number if m and rng.random() < 0.8 else rng.randrange(9)
             event = rng.choice(
-                ["hello", "beat", "prepared", "sent", "staged", "held", "failed", "torn", "publish", "tick", "leave"]
+                [
+                    "hello",
+                    "beat",
+                    "prepared",
+                    "sent",
+                    "staged",
+                    "held",
+                    "failed",
+                    "torn",
+                    "publish",
+                    "tick",
+                    "leave",
+                    "disproved",
+                ]
             )
             if event == "hello":
                 note(join(r, name, m.version if m else -1, now))
@@ -180,7 +237,14 @@ def test_whatever_happens_everybody_who_lives_holds_the_newest_in_the_end() -> N
             elif event in ("sent", "torn"):
                 note(r.sent(number, now) if event == "sent" else r.torn(number, "broke", now))
             else:
-                fields = {"number": number, "version": -1, "pause_s": 0.0, "reason": "x", "state": ""}
+                fields = {
+                    "number": number,
+                    "version": -1,
+                    "pause_s": 0.0,
+                    "reason": "x",
+                    "state": "",
+                    "difference": 0.5,
+                }
                 fields["digest"] = m.digest if m else 0
                 note(r.receive(name.encode(), event, fields, now))
         for m in list(r.members.values()):  # each stream of ours ends one way or the other
@@ -196,7 +260,7 @@ def test_whatever_happens_everybody_who_lives_holds_the_newest_in_the_end() -> N
                     number, peer = prepare.number, prepare.peer
                     note(r.receive(peer, "prepared", {"number": number}, now))
                     note(r.receive(peer, "staged", {"number": number, "digest": 100 + prepare.version}, now))
-                    held = {"number": number, "version": prepare.version, "pause_s": 0.0}
+                    held = {"number": number, "version": prepare.version, "pause_s": 0.0, "difference": 0.0}
                     todo += note(r.receive(peer, "held", held, now))
         assert [m.version for m in r.members.values()] == [r.version] * 3, seed
         assert not open_transfers, seed

@@ -196,7 +196,7 @@ def test_progress_renews_and_what_is_not_leased_is_cancelled(broker):
     assert b.turn() == []
     b.now += 0.1
     assert [(op, f.get("reason"), f.get("attempt")) for op, f, _ in b.turn()] == [
-        ("lease", None, 1), ("cancel", "lease_expired", 0)
+        ("cancel", "lease_expired", 0), ("lease", None, 1)
     ]  # fmt: skip
 
 
@@ -237,6 +237,19 @@ def test_a_refused_sample_ends_its_lease_and_the_prompt_is_tried_again(broker, t
     sent = b.turn()
     assert [(op, f.get("reason")) for op, f, _ in sent] == [("refused", reason), ("cancel", reason), ("lease", None)]
     assert sent[2][1]["attempt"] == 1 and b.ask("status")[1]["status"]["queue/refused_samples"] == 1
+
+
+def test_the_greedy_sample_of_remax_is_leased_with_its_group_and_is_greedy(broker):
+    b = broker(algorithm__adv_estimator="remax")
+    b.hello("a", capacity=N + 1)
+    (_, f, _) = b.turn()[1]
+    assert f["indices"] == [0, 1, 2]
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+    for index in range(3):
+        b.server.handle(b"a", encode_sample(make_sample(0, 0, index, **({"sampling": greedy} if index == 2 else {}))))
+    assert ops(b.turn()) == ["acks", "lease"] and b.service.ledger.num_ready == 1
+    b.server.handle(b"a", encode_sample(make_sample(1, 0, 2)))
+    assert "temperature 1.0 in the greedy sample" in next(f for op, f, _ in b.turn() if op == "refused")["detail"]
 
 
 def test_a_refused_sample_without_a_lease_is_acknowledged_so_that_it_is_forgotten(broker):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.config import Config
-from common.errors import CheckpointError, LeewayError
+from common.errors import CheckpointError, FencedError, LedgerError, LeewayError, Stopped
 from common.metrics import declared
 from common.summary import Summary
 from common.wire import Sample
 from learner import ending, estimates, resume
+from learner.ahead import Ahead, can_be_mended
 from learner.batch import make_batch
 from learner.estimates import StartOfStep, make_kl_controller, make_targets
 from learner.initial import load_tokenizer
@@ -189,11 +191,32 @@ def test_the_critic_learns_alone_in_its_warm_up(learner_of: Callable[..., Learne
     assert weights_digest(learner.models.actor.module) != before[0]
 
 
+def test_remax_trains_against_the_greedy_sample(learner_of: Callable[..., Learner]) -> None:
+    config = make_config("algorithm.adv_estimator=remax", "run.max_steps=2")
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+
+    def samples(step: int, version: int) -> list[Sample]:
+        groups = make_groups(config, step, version=version)
+        size = config.samples_per_group
+        return [dataclasses.replace(s, sampling=greedy) if i % size == size - 1 else s for i, s in enumerate(groups)]
+
+    learner = learner_of(config, SimulatedFeed(samples))
+    before = _weights(learner)
+    assert learner.run() == "max_steps reached"
+    rows = config.data.train_batch_size * config.rollout.n
+    assert learner.progress.samples_trained == 2 * rows and _distance(before, _weights(learner)) > 0
+    batch = make_batch(samples(1, 0))
+    assert batch.baselines is not None
+    zeros = torch.zeros_like(batch.behavior_logprobs)
+    targets = _targets(config, samples(1, 0), zeros)
+    assert torch.equal(targets.advantages[:, 0], batch.scores - batch.baselines)
+
+
 # ---------------------------------------------------------------- masks
 def _targets(config: Config, samples: list[Sample], proximal: torch.Tensor) -> estimates.Targets:
     batch = make_batch(samples)
     start = StartOfStep(proximal, None, None, torch.zeros_like(proximal))
-    return make_targets(config, batch, start, kl_controller=make_kl_controller(config), step=1)[0]
+    return make_targets(config, batch, start, kl_controller=make_kl_controller(config), step=1, young=batch.mask)[0]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
@@ -276,6 +299,40 @@ def test_a_batch_with_a_token_older_than_the_limit_is_given_back_whole(learner_o
     assert learner.progress.version == 4
 
 
+def test_under_mask_older_tokens_get_weight_0_and_what_they_say_does_not_matter(
+    learner_of: Callable[..., Learner],
+) -> None:
+    config = make_config("staleness.policy=mask", "algorithm.rollout_correction.rollout_is=null", "run.max_steps=4")
+    weights, lines = [], []
+    for shift in (0.0, 5.0):
+
+        def samples(step: int, version: int, shift: float = shift) -> list[Sample]:
+            groups = make_groups(config, step, version=version)
+            for i, s in enumerate(groups if version == 3 else ()):
+                n = len(s.response_ids)
+                logprobs = s.behavior_logprobs.copy()
+                logprobs[: n // 2] -= shift  # of the tokens of version 0
+                spans = ((0, 0, n // 2), (3, n // 2, n)) if n > 1 else ((3, 0, n),)
+                groups[i] = dataclasses.replace(s, spans=spans, behavior_logprobs=logprobs)
+            return groups
+
+        learner = learner_of(config, SimulatedFeed(samples, limit=2), folder=f"shift-{shift}")
+        assert learner.run() == "max_steps reached" and learner.progress.staleness_max == 0
+        weights.append(_weights(learner))
+        lines.append(learner.writer.lines[4])
+    assert lines[0]["staleness/masked_fraction"] > 0.3 and lines[0]["staleness/max"] == 0
+    assert lines[0]["actor/grad_norm"] > 0 and _distance(*weights) == 0
+
+
+def test_under_mask_a_batch_without_a_young_token_is_given_back(learner_of: Callable[..., Learner]) -> None:
+    config = make_config("staleness.policy=mask")
+    feed = SimulatedFeed(lambda step, version: make_groups(config, step, version=0), limit=1)
+    learner = learner_of(config, feed)
+    for _ in range(3):
+        learner.step()
+    assert feed.returned == [(3, "stale")] and learner.progress.version == 2
+
+
 def test_tokens_from_a_version_that_is_not_there_yet_are_given_back(learner_of: Callable[..., Learner]) -> None:
     config = make_config()
     feed = SimulatedFeed(lambda step, version: make_groups(config, step, version=version + 1))
@@ -319,6 +376,48 @@ def test_a_step_that_is_not_finite_changes_nothing_and_makes_no_version(
     assert learner.writer.lines[3]["training/skipped"] == 1
     learner.step()
     assert (learner.progress.step, learner.progress.version, learner.progress.skipped_in_a_row) == (4, 3, 0)
+
+
+@pytest.mark.parametrize("skipped", [None, 3], ids=["all applied", "one skipped"])
+def test_batches_fetched_ahead_change_nothing_but_the_wait(learner_of: Callable[..., Learner], skipped: int) -> None:
+    config = make_config("run.max_steps=5", "trainer.save_freq=-1")
+    rows = []
+    for ahead in (False, True):
+        feed = SimulatedFeed(_nan_at(config, step=skipped or 99, group=0), limit=3)
+        learner = learner_of(config, feed, **({"ahead": Ahead(feed)} if ahead else {}))
+        assert learner.run() == "max_steps reached"
+        assert feed.num_ahead == 4 * ahead  # the first is claimed in step, and none beyond the end
+        rows.append([(r.applied, int(r.claim.samples[0].behavior_versions.max())) for r in feed.step_rows])
+        assert learner.progress.version == 5 - (skipped is not None)
+    applied = [step != skipped for step in range(1, 6)]
+    versions = ([0, 1, 2, 3, 4], [0, 0, 1, 2, 3]) if skipped is None else ([0, 1, 2, 2, 3], [0, 0, 1, 2, 2])
+    assert rows == [list(zip(applied, sampled, strict=True)) for sampled in versions]
+
+
+def test_a_stop_ends_the_wait_for_a_batch_asked_for_ahead_and_errors_are_those_of_the_step() -> None:
+    class Broker(SimulatedFeed):
+        error: Exception | None = None
+
+        def claim(self, *, step: int, version: int, num_groups: int, on_wait: Any = None) -> Any:
+            on_wait("0 of 4 groups are ready")
+            if self.error:
+                raise self.error
+            self.stop.wait(10)
+            raise Stopped("the broker")
+
+    feed, stop, reasons = Broker(lambda step, version: None), threading.Event(), []
+    ahead = Ahead(feed)
+    ahead.order(step=2, version=1, num_groups=4)
+    threading.Timer(1.5, stop.set).start()
+    with pytest.raises(Stopped):
+        ahead.claim(stop=stop, on_wait=reasons.append)
+    assert reasons == ["0 of 4 groups are ready"] and ahead.step is None
+    for error in (LedgerError("refused"), FencedError("epoch 1 is over")):
+        feed.error = error
+        ahead.order(step=2, version=1, num_groups=4)
+        with pytest.raises(type(error)):
+            ahead.claim(stop=threading.Event(), on_wait=reasons.append)
+        assert ahead.step is None and can_be_mended(error) == isinstance(error, LedgerError)
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(learner_of: Callable[..., Learner]) -> None:

@@ -236,7 +236,7 @@ def test_contradictions_and_other_schemas_are_refused(path):
     db.execute("UPDATE meta SET value = '99' WHERE name = 'schema_version'")
     db.commit()
     db.close()
-    assert "schema version 99, this Leeway writes 1" in refusal(path)
+    assert "schema version 99, this Leeway writes 2" in refusal(path)
 
 
 def test_an_unwritable_place_is_refused(tmp_path):
