@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "results" / "latest.json"
 
 
 def main(names: list[str]) -> int:
-    from benchmarks import system, wire  # noqa: F401  (they register themselves)
+    from benchmarks import learner, system, wire  # noqa: F401  (they register themselves)
 
     unknown = [n for n in names if n not in BENCHMARKS]
     if unknown:
