@@ -109,6 +109,8 @@ class Model(Section):
     """Make a small random Qwen2 with a character tokenizer instead of loading one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the weights as trained and as served."""
+    enable_gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
     warmup: Warmup = Field(default_factory=Warmup)
     trust_remote_code: bool = False
     """Run code that comes with the model. Taken only from this host's own command line."""
@@ -477,6 +479,10 @@ def combination_faults(c: Config) -> list[str]:
         bool(c.data.train_files) == bool(c.data.task) and not (no_prompts and c.replay.rollouts),
         "data.train_files: give exactly one of data.train_files and data.task",
     )
+    refuse(
+        c.replay.rollouts is not None and c.trainer.nproc_per_node != 1,
+        f"trainer.nproc_per_node={c.trainer.nproc_per_node}: a replay runs on one rank; set it to 1",
+    )
     for name, part in (("actor", c.actor), ("critic", c.critic)):
         mini = part.ppo_mini_batch_size
         refuse(
@@ -527,9 +533,5 @@ def combination_faults(c: Config) -> list[str]:
     refuse(
         c.run.bind_host not in ("127.0.0.1", "localhost"),
         f"run.bind_host={c.run.bind_host}: a public bind needs transport keys, which are not there yet; use 127.0.0.1",
-    )
-    refuse(
-        c.trainer.nproc_per_node != 1,
-        f"trainer.nproc_per_node={c.trainer.nproc_per_node}: only one learner rank for now; set it to 1",
     )
     return faults

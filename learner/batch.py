@@ -7,7 +7,7 @@ tokens. Masks come from lengths and the sample's loss mask, never from token ids
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,10 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
+
+    def to(self, device: torch.device) -> Batch:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)})
 
     def prompt(self, row: int) -> NDArray[np.int64]:
         return self.tokens[self.starts[row] : self.starts[row] + self.prompt_lengths[row]]

@@ -24,7 +24,7 @@ class CanaryForward:
 
         with torch.device("meta"):
             self._lm = AutoModelForCausalLM.from_config(
-                lm.config, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+                lm.config, attn_implementation=lm.config._attn_implementation, trust_remote_code=trust_remote_code
             ).eval()
         self._buffers = {name: b.detach().cpu().clone() for name, b in lm.named_buffers()}
         self._dtype = dtype

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from common.errors import CheckpointError
 from common.failpoints import failpoint
 from common.logs import LOGGER
-from learner.files import replace_folder, sha256
+from learner.files import fresh_folder, put_in_place, sha256
 from learner.models import Models
 from learner.ranks import Ranks
 
@@ -49,19 +49,21 @@ class Checkpoints:
         """
         target = self.folder / f"step_{step}"
 
-        def write(fresh: Path) -> None:
-            dcp.save(_tensors(models, self.ranks), checkpoint_id=fresh)
-            failpoint("learner.checkpoint.tensors")
-            _write_json(fresh / STATE, {**state, "schema": SCHEMA, "run": self.run_id, "step": step,
-                                        "kl_coef": models.kl_controller.value})  # fmt: skip
-            files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in fresh.iterdir()}
-            _write_json(fresh / MANIFEST, {"schema": SCHEMA, "files": files})
-            failpoint("learner.checkpoint.written")
+        fresh = self.ranks.share(lambda: fresh_folder(target))
+        dcp.save(_tensors(models), checkpoint_id=fresh)
+        failpoint("learner.checkpoint.tensors")
+        self.ranks.share(lambda: self._finish(step, fresh, {**state, "kl_coef": models.kl_controller.value}))
+        return target
 
-        replace_folder(target, write)
+    def _finish(self, step: int, fresh: Path, state: dict[str, Any]) -> None:
+        """Rank 0, once all ranks have written: state and manifest, then put in place."""
+        _write_json(fresh / STATE, {**state, "schema": SCHEMA, "run": self.run_id, "step": step})
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in fresh.iterdir()}
+        _write_json(fresh / MANIFEST, {"schema": SCHEMA, "files": files})
+        failpoint("learner.checkpoint.written")
+        put_in_place(fresh, self.folder / f"step_{step}")
         failpoint("learner.checkpoint.renamed")
         self._remove_old(newest=step)
-        return target
 
     def steps(self) -> list[int]:
         """Steps that have a folder, ascending; whether it is whole is another question."""
@@ -72,6 +74,9 @@ class Checkpoints:
 
     def latest(self, *, at_most: int | None = None) -> Path | None:
         """The valid checkpoint of the largest step (≤ `at_most`); a damaged one is passed over, by name."""
+        return self.ranks.share(lambda: self._latest(at_most))
+
+    def _latest(self, at_most: int | None) -> Path | None:
         for step in reversed(self.steps()):
             if at_most is not None and step > at_most:
                 continue
@@ -97,13 +102,13 @@ class Checkpoints:
         Raises:
             CheckpointError: damaged (naming the file), of another schema or run, or of other models.
         """
-        verify(path)
+        self.ranks.share(lambda: verify(path))
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         if state.get("schema") != SCHEMA:
             raise CheckpointError(f"{path}: schema {state.get('schema')}, this program reads {SCHEMA}")
         if state["run"] != self.run_id:
             raise CheckpointError(f"{path}: belongs to run {state['run']!r}, not to {self.run_id!r}")
-        tensors = _tensors(models, self.ranks)
+        tensors = _tensors(models)
         try:
             dcp.load(tensors, checkpoint_id=path)
         except (Exception, CheckpointException) as e:  # a missing key, another shape, …; DCP's is a BaseException
@@ -112,7 +117,7 @@ class Checkpoints:
         for t in models.trainees():
             part = tensors[t.name]
             set_state_dict(t.module, t.optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"])
-        torch.set_rng_state(tensors[f"rng.{self.ranks.rank}"])
+        torch.set_rng_state(tensors["rng"])
         models.kl_controller.value = state["kl_coef"]
         return state
 
@@ -144,9 +149,9 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path / min(extra)}: does not belong to this checkpoint")
 
 
-def _tensors(models: Models, ranks: Ranks) -> dict[str, Any]:
-    """Model and optimizer of each trainee by full names, and the RNG of each rank."""
-    tensors: dict[str, Any] = {f"rng.{ranks.rank}": torch.get_rng_state()}
+def _tensors(models: Models) -> dict[str, Any]:
+    """Model and optimizer of each trainee by full names, and the RNG: ranks draw alike, so one state is all."""
+    tensors: dict[str, Any] = {"rng": torch.get_rng_state()}
     for t in models.trainees():
         model, optimizer = get_state_dict(t.module, t.optimizer)
         tensors[t.name] = {"model": model, "optimizer": optimizer}

@@ -30,12 +30,14 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
     except Stopped as e:
         learner.log.warning("%s", e)
     write_summary(learner, ended)
-    if not stopped:
+    if not stopped and learner.ranks.first:
         end_the_others(learner, ended)
 
 
 def write_summary(learner: Learner, ended: str) -> None:
     """`summary.json`, which the launcher prints; `ended` is empty while the run goes on."""
+    if not learner.ranks.first:
+        return
     hf, wandb = learner.run_dir / "hf", learner.run_dir / "wandb"
     val = learner.validations.latest
     summary = learner.progress.summary(

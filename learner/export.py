@@ -14,7 +14,10 @@ from learner.ranks import Ranks
 
 def save_hf(target: Path, actor: Actor, tokenizer: Any, *, dtype: str, ranks: Ranks) -> None:
     """Weights (safetensors), config, generation settings and tokenizer, in place of what `target` was."""
-    weights = {name: tensor.cpu().contiguous() for name, tensor in published_weights(actor, dtype=dtype)}
+    weights = {}
+    for name, tensor in published_weights(actor, dtype=dtype):  # gathered by all ranks, kept by the first
+        if ranks.first:
+            weights[name] = tensor.cpu().contiguous()
     if not ranks.first:
         return
 

@@ -10,16 +10,28 @@ from pathlib import Path
 
 
 def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a fresh folder, then put it in place of `target`.
+    """Let `write` fill a fresh folder, then put it in place of `target`."""
+    fresh = fresh_folder(target)
+    write(fresh)
+    put_in_place(fresh, target)
+
+
+def fresh_folder(target: Path) -> Path:
+    """An empty folder beside `target`; what a crash left over there is removed."""
+    for kind in ("new", "old"):
+        shutil.rmtree(_beside(target, kind), ignore_errors=True)
+    fresh = _beside(target, "new")
+    fresh.mkdir(parents=True)
+    return fresh
+
+
+def put_in_place(fresh: Path, target: Path) -> None:
+    """Flush a folder to disk and rename it to `target`.
 
     A crash leaves the old folder, the new one, or (between two renames) neither but both under
-    other names; what is left over is removed next time.
+    other names.
     """
-    fresh, old = _beside(target, "new"), _beside(target, "old")
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    write(fresh)
+    old = _beside(target, "old")
     for path in sorted(fresh.rglob("*")):
         _readable(path)
         sync(path)

@@ -44,10 +44,14 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _of_chunk(
     hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    logits = head(hidden).float() / temperatures.unsqueeze(-1)  # [tokens, vocab]
+    logits = at_least_float32(head(hidden)) / temperatures.unsqueeze(-1)  # [tokens, vocab]
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(-1, targets.unsqueeze(-1)).sum(-1)  # not `squeeze`: FSDP2 wants no views returned
     if not with_entropy:

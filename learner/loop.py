@@ -104,7 +104,8 @@ class Learner:
             self.give_back(step)
             return True
         self.look_ahead(step + 1)
-        settings, began = claim.settings or live_settings(self.config, self.control), time.time()
+        settings = claim.settings or self.ranks.share(lambda: live_settings(self.config, self.control))
+        began = time.time()
         outcome = self.train(batch, settings, step=step, version=version, limit=claim.limit, clock=clock)
         span = [began, time.time()]
         failpoint("learner.before_ack")
@@ -134,7 +135,11 @@ class Learner:
         )  # fmt: skip
 
     def claim(self, step: int) -> Any:
-        """The next batch; None when the data ended. Waits while the run is paused."""
+        """The next batch, on every rank; None when the data ended. Waits while the run is paused."""
+        return self.ranks.share(lambda: self.claim_first(step))
+
+    def claim_first(self, step: int) -> Any:
+        """`claim` on rank 0."""
         while self.control.desired() == "paused" and not self.stop.is_set():
             self.control.update(state="paused")
             self.stop.wait(PAUSE_POLL_S)
@@ -154,12 +159,16 @@ class Learner:
         )
 
     def fetch(self, claim: Any) -> Batch:
+        return self.ranks.share(lambda: self.fetch_first(claim)).to(self.ranks.device)
+
+    def fetch_first(self, claim: Any) -> Batch:
+        """`fetch` on rank 0; in host memory."""
         if self.ahead is not None and self.ahead.step == claim.step:
             try:
                 return self.ahead.batch(stop=self.stop)
             except LeewayError as e:
                 self.ask_again(claim.step, e)
-        return make_batch(self.feed.fetch(claim), device=self.ranks.device)
+        return make_batch(self.feed.fetch(claim))
 
     def look_ahead(self, step: int) -> None:
         """Have the batch of `step` claimed and fetched while the one before it is trained."""
@@ -243,7 +252,7 @@ class Learner:
         self, batch: Batch, outcome: Outcome, clock: Clock, progress: Progress, *, version: int, limit: int
     ) -> None:
         """The metrics line of the step that `progress` ends with, unless it has one (a redone step)."""
-        if self.writer.has(progress.step):
+        if self.ranks.share(lambda: self.writer.has(progress.step)):
             return
         values = report.numbers(
             outcome.metrics | report.batch_metrics(batch, version=version, limit=limit, config=self.config)
@@ -284,7 +293,7 @@ def train_step(
     token that carries loss weight.
     """
     actor, critic, reward_kl_coef = models.actor, models.critic, models.kl_controller.value
-    micros = pack_all(batch, models, config)
+    micros = pack_all(batch, models, config, ranks)
     start = start_of_step(models, batch, micros, config=config, ranks=ranks, clock=clock)
     with clock("adv"):
         targets, metrics = make_targets(
@@ -292,7 +301,7 @@ def train_step(
         )
         metrics |= report.target_metrics(targets, batch.mask)
         metrics |= report.drift_metrics(batch, start, targets, version=version, young=batch.young(version, limit))
-        metrics |= report.packing_metrics(batch, micros)
+        metrics |= report.packing_metrics(batch, micros, ranks)
         metrics["actor/kl_coef"] = torch.tensor(kl_coef_of(config, settings, step))
     failpoint("learner.before_update")
     critic_updates: list[Metrics] = []

@@ -6,6 +6,7 @@ in bfloat16, and bfloat16 is what is served.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from common.errors import ConfigError
-from learner.logprobs import token_logprobs
+from learner.logprobs import at_least_float32, token_logprobs
 from learner.packing import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEAD_TOLERANCE = 1e-4
+UNKNOWN_LAYERS = {  # what a config calls them
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "state-space layers": ("mamba", "ssm", "state_size", "linear_key_head_dim", "time_step_rank"),
+}
 
 
 class Actor(nn.Module):
@@ -60,7 +66,7 @@ class Critic(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values [tokens], float32."""
-        return self.value_head(_hidden(self.backbone, micro)).sum(-1, dtype=torch.float32)  # not a view, for FSDP2
+        return at_least_float32(self.value_head(_hidden(self.backbone, micro))).sum(-1)  # not a view, for FSDP2
 
 
 def _hidden(backbone: nn.Module, micro: MicroBatch) -> Tensor:
@@ -122,6 +128,31 @@ def vocab_size(folder: str | Path, *, trust_remote_code: bool = False) -> int:
     return int(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
 
 
+def attention_of(
+    folder: str | Path, *, key: str = "model.path", what: str = "causal LM", trust_remote_code: bool = False
+) -> str:
+    """The attention that computes what the model in `folder` defines: sdpa would leave out a cap on its scores.
+
+    Raises:
+        ConfigError: naming the family, if its layers are not attention and one feed-forward part. Experts
+            are not served as they are trained, and state spaces would not see the sequences of a row apart.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{key}={folder}: not a loadable {what} ({str(e).splitlines()[0]})") from e
+    fields = config.to_dict()
+    for kind, signs in UNKNOWN_LAYERS.items():
+        if found := sorted(name for name in fields if any(sign in name for sign in signs) and fields[name]):
+            raise ConfigError(
+                f"{key}: models of type {config.model_type!r} have {kind} ({', '.join(found[:3])}), which the "
+                "learner cannot train; take one whose layers are attention and one feed-forward part"
+            )
+    return "eager" if fields.get("attn_logit_softcapping") else "sdpa"
+
+
 @torch.no_grad()
 def check_head(actor: Actor) -> None:
     """Our hidden states and head give the logits of the model's own forward.
@@ -151,9 +182,10 @@ def load_critic(folder: str | Path, *, trust_remote_code: bool = False) -> Criti
 
 
 def _from_folder(kind: Any, folder: str | Path, key: str, what: str, trust_remote_code: bool) -> Any:
+    attention = attention_of(folder, key=key, what=what, trust_remote_code=trust_remote_code)
     try:
         return kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+            folder, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as e:
         first = str(e).splitlines()[0] if str(e) else type(e).__name__
@@ -170,8 +202,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: str) -> nn.Module:
 
     The root does not cast its inputs: temperatures stay float32.
     """
-    compute = None if dtype == "float32" else DTYPES[dtype]
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # computed and reduced in the dtype of the parameters
+    if dtype != "float32":
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = mesh.size() > 1
     for layer in _layers(module):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -182,6 +215,17 @@ def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: str) -> nn.Module:
 def _layers(module: nn.Module) -> list[nn.Module]:
     names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     return [m for m in module.modules() if type(m).__name__ in names]
+
+
+def checkpoint_activations(module: nn.Module) -> nn.Module:
+    """Keep only each layer's input for the backward pass, which computes the rest of the layer again.
+
+    Hugging Face's own switch acts in training mode alone, and so would dropout. The layer's hooks
+    (FSDP2's) stay outside: its parameters are gathered once for recomputing and backward.
+    """
+    for layer in _layers(module):
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    return module
 
 
 def freeze(module: nn.Module) -> nn.Module:

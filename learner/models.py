@@ -11,7 +11,7 @@ from torch import nn
 from common.config import Config
 from learner.estimates import KLController, make_kl_controller
 from learner.initial import model_folder
-from learner.model import Actor, freeze, load_actor, load_critic, shard
+from learner.model import Actor, checkpoint_activations, freeze, load_actor, load_critic, shard
 from learner.optim import make_optimizer
 from learner.ranks import Ranks
 from learner.updates import Trainee
@@ -36,17 +36,21 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
     """
     remote = config.model.trust_remote_code
     torch.manual_seed(config.run.seed)
-    actor = _placed(load_actor(folder, trust_remote_code=remote), config, ranks)
+    actor = _placed(_trained(load_actor(folder, trust_remote_code=remote), config), config, ranks)
     critic = reference = None
     if config.needs_critic:
         own = config.critic.model_path
         backbone = model_folder("critic.model_path", own) if own else folder
-        module = _placed(load_critic(backbone, trust_remote_code=remote), config, ranks)
+        module = _placed(_trained(load_critic(backbone, trust_remote_code=remote), config), config, ranks)
         critic = Trainee("critic", module, make_optimizer(module, config.critic.optim), config.critic)
     if config.needs_reference:
         reference = _placed(freeze(load_actor(folder, trust_remote_code=remote)), config, ranks)
     trainee = Trainee("actor", actor, make_optimizer(actor, config.actor.optim), config.actor)
     return Models(trainee, critic, reference, make_kl_controller(config))
+
+
+def _trained(module: nn.Module, config: Config) -> nn.Module:
+    return checkpoint_activations(module) if config.model.enable_gradient_checkpointing else module
 
 
 def _placed(module: nn.Module, config: Config, ranks: Ranks) -> nn.Module:

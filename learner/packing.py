@@ -13,6 +13,7 @@ a target, so it is not laid out at all.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,22 +77,49 @@ class Units:
         return len(self.lengths) < len(self.rows)
 
 
-def micro_batches(batch: Batch, rows: Ints, packing: Packing) -> list[MicroBatch]:
-    """`rows` of the batch, laid out for as few forwards as fit into the budget.
+def micro_batches(
+    batch: Batch, rows: Ints, packing: Packing, *, rank: int = 0, world_size: int = 1
+) -> list[MicroBatch]:
+    """This rank's share of `rows` of the batch, laid out for as few forwards as fit into the budget.
+
+    All ranks take the same number of forwards; one that has fewer gets empty micro-batches.
 
     Raises:
         ValueError: a sequence is longer than the budget.
     """
+    plans = [_forwards(units, packing) for units in shares(batch, rows, packing, world_size)]
+    num_forwards = max(len(plan) for plan in plans)
+    mine = [_lay_out(batch, units, bins) for units, bins in plans[rank]]
+    return mine + [_nothing(batch)] * (num_forwards - len(mine))
+
+
+def shares(batch: Batch, rows: Ints, packing: Packing, world_size: int) -> list[Units]:
+    """`rows` of each rank: the costliest unit first, each to the rank that has least to do so far."""
+    packed = packing.token_budget is not None
+    units = _units(batch, rows, packing) if packed else _alone(batch, rows)
+    if world_size == 1:
+        return [units]
+    owner = np.empty(len(units.lengths), dtype=np.int64)
+    loads = [(0.0, rank) for rank in range(world_size)]
+    for i in np.argsort(-units.lengths, kind="stable"):
+        load, owner[i] = heapq.heappop(loads)
+        heapq.heappush(loads, (load + units.lengths[i] * packing.cost(int(units.lengths[i])), int(owner[i])))
+    return [_some(units, owner == rank) for rank in range(world_size)]
+
+
+def _forwards(units: Units, packing: Packing) -> list[tuple[Units, Ints]]:
+    """(units, packed row of each) of every forward of one rank."""
+    if not len(units.lengths):
+        return []
     if packing.token_budget is None:
-        lots = [rows[i : i + packing.rows_per_forward] for i in range(0, len(rows), packing.rows_per_forward)]
-        return [_lay_out(batch, _alone(batch, lot), np.arange(len(lot))) for lot in lots]
-    units = _units(batch, rows, packing)
-    bins, width = pack(units.lengths, packing)
-    per_forward = max(1, packing.token_budget // width)
+        bins, per_forward = np.arange(len(units.lengths)), packing.rows_per_forward
+    else:
+        bins, width = pack(units.lengths, packing)
+        per_forward = max(1, packing.token_budget // width)
     result = []
     for first in range(0, int(bins.max()) + 1, per_forward):
         here = (bins >= first) & (bins < first + per_forward)  # [units]
-        result.append(_lay_out(batch, _some(units, here), bins[here] - first))
+        result.append((_some(units, here), bins[here] - first))
     return result
 
 
@@ -166,6 +194,17 @@ def _some(units: Units, here: NDArray[np.bool_]) -> Units:
 
 
 # ---------------------------------------------------------------- layout
+def _nothing(batch: Batch) -> MicroBatch:
+    """A forward of one token that nothing is asked of: this rank's part in the others' collectives."""
+    device = batch.mask.device
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return MicroBatch(
+        rows=none, input_ids=one, position_ids=one, attention_mask=None, wanted=none, targets=none,
+        temperatures=batch.temperatures[:0], place=none, num_columns=batch.mask.shape[1],
+    )  # fmt: skip
+
+
 def _lay_out(batch: Batch, units: Units, bins: Ints) -> MicroBatch:
     """Lay each unit into packed row `bins[unit]`, behind those laid there before it."""
     rows, unit = units.rows, units.unit

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.errors import LeewayError
+from common.errors import LeewayError, Stopped
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Rank 0 may wait for the broker as long as a pause lasts; its own waits have deadlines, and a rank
+# that dies closes its connections.
+LINE_TIMEOUT = timedelta(days=30)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
+    line: dist.ProcessGroup | None = None  # what rank 0 says to the others; None: alone
+    asking: list[bool] = field(default_factory=list)  # not empty: within `share`, on rank 0
 
     @property
     def first(self) -> bool:
@@ -41,9 +49,40 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
+    def share(self, ask: Callable[[], T]) -> T:
+        """What `ask()` returns on rank 0, on every rank; it is called nowhere else.
+
+        Raises on every rank what it raises there: Stopped, or else a LeewayError with its text and
+        exit code. Any other exception ends rank 0, and with it the others. Within another `share` it
+        is just the call.
+        """
+        if self.line is None or self.asking:
+            return ask()
+        if not self.first:
+            return _heard(*self._broadcast(None))
+        self.asking.append(True)
+        try:
+            answer = ask()
+        except LeewayError as e:
+            self._broadcast(("stopped" if isinstance(e, Stopped) else "raised", str(e), e.exit_code))
+            raise
+        finally:
+            self.asking.clear()
+        self._broadcast(("answer", answer, 0))
+        return answer
+
+    def _broadcast(self, message: Any) -> Any:
+        box = [message]
+        dist.broadcast_object_list(box, group=self.line, device=torch.device("cpu"))
+        return box[0]
+
+
+def _heard(kind: str, what: Any, exit_code: int) -> Any:
+    if kind == "answer":
+        return what
+    error = Stopped(what) if kind == "stopped" else LeewayError(what)
+    error.args, error.exit_code = (what,), exit_code
+    raise error
 
 
 def join_ranks(*, timeout_s: float = 600.0) -> Ranks:
@@ -69,7 +108,9 @@ def join_ranks(*, timeout_s: float = 600.0) -> Ranks:
         device, backend = torch.device("cpu"), "gloo"
     store = _store(rank, world_size, host, int(os.environ.get("MASTER_PORT", "0")), timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
+    mesh = init_device_mesh(device.type, (world_size,))
+    line = dist.new_group(backend="gloo", timeout=LINE_TIMEOUT) if world_size > 1 else None
+    return Ranks(rank, world_size, device, mesh, line)
 
 
 def leave_ranks() -> None:

@@ -132,6 +132,9 @@ class RecordedFeed:
     def validate(self, *, step: int, version: int) -> None:
         """There are no generators: the held-out prompts are not sampled."""
 
+    def validations_asked(self) -> list[int]:
+        return []
+
     def validations(self) -> list[dict[str, Any]]:
         return []
 

@@ -17,6 +17,7 @@ from learner.correction import offpolicy_metrics
 from learner.estimates import StartOfStep, Targets
 from learner.packing import MicroBatch
 from learner.progress import Progress
+from learner.ranks import Ranks
 
 Metrics = dict[str, Tensor]
 LARGE = 1 << 62
@@ -123,10 +124,11 @@ def _share_without_signal(batch: Batch) -> Tensor:
     return (ends[0] == ends[1]).float().mean()
 
 
-def packing_metrics(batch: Batch, micros: list[MicroBatch]) -> Metrics:
-    processed = sum(m.input_ids.numel() for m in micros)
+def packing_metrics(batch: Batch, micros: list[MicroBatch], ranks: Ranks) -> Metrics:
+    """Of forward passes: tokens processed on all ranks per token there is, and micro-steps of each rank."""
+    processed = ranks.sum(torch.tensor(float(sum(m.input_ids.numel() for m in micros)), device=ranks.device))
     return {
-        "perf/padding_ratio": torch.tensor(processed / max(1, batch.num_tokens)),
+        "perf/padding_ratio": processed / max(1, batch.num_tokens),
         "perf/num_micro_batches": torch.tensor(len(micros)),
     }
 

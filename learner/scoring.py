@@ -18,8 +18,8 @@ from learner.report import Clock
 from learner.updates import packing_of
 
 
-def pack_all(batch: Batch, models: Models, config: Config) -> list[MicroBatch]:
-    """The whole batch, packed for forward passes of every model."""
+def pack_all(batch: Batch, models: Models, config: Config, ranks: Ranks) -> list[MicroBatch]:
+    """This rank's share of the whole batch, packed for forward passes of every model."""
     options = config.actor
     packing = packing_of(models.actor.module, options)
     share = all(m.shares_prompts for m in (models.reference, models.critic and models.critic.module) if m is not None)
@@ -28,7 +28,7 @@ def pack_all(batch: Batch, models: Models, config: Config) -> list[MicroBatch]:
         token_budget=packing.token_budget and (options.log_prob_max_token_len_per_gpu or packing.token_budget),
         share_prompts=packing.share_prompts and share,
     )
-    return micro_batches(batch, np.arange(len(batch)), packing)
+    return micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.rank, world_size=ranks.world_size)
 
 
 @torch.no_grad()
@@ -62,6 +62,6 @@ def answers(
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         for i, output in enumerate(outputs):
             if output is not None:
-                into = whole.setdefault(i, torch.zeros_like(batch.behavior_logprobs))
+                into = whole.setdefault(i, torch.zeros_like(batch.behavior_logprobs, dtype=output.dtype))
                 into[micro.rows] = micro.scatter(output)
     return tuple(ranks.sum(whole[i]) if i in whole else None for i in range(len(outputs)))

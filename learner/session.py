@@ -15,7 +15,7 @@ from learner import ending, resume
 from learner.ahead import Ahead
 from learner.canary import CanaryForward
 from learner.checkpoint import Checkpoints
-from learner.feed import Attached, Feed
+from learner.feed import Feed
 from learner.initial import initial_folder, load_tokenizer, served_folder
 from learner.loop import Learner
 from learner.model import vocab_size
@@ -23,6 +23,8 @@ from learner.models import load_models
 from learner.publish import Publisher
 from learner.ranks import join_ranks, leave_ranks
 from learner.replay import NullPublisher, RecordedFeed, open_replay, take_initial_weights
+from learner.together import Helper, SharedFeed
+from learner.warmup import WarmupResult
 
 
 class Session:
@@ -59,34 +61,36 @@ class Session:
         torch.use_deterministic_algorithms(config.trainer.deterministic)
         ranks = join_ranks()
         self._open.callback(leave_ranks)
+        if ranks.world_size != config.trainer.nproc_per_node:
+            role.log.warning(
+                "%d ranks were started, the config says trainer.nproc_per_node=%d",
+                ranks.world_size, config.trainer.nproc_per_node,
+            )  # fmt: skip
         if config.replay.rollouts:
             take_initial_weights(config, role.run_dir)
-        served = served_folder(config, role.run_dir)
+        served = ranks.share(self._announce_model)
         self.tokenizer = load_tokenizer(served, config)
-        control.publish_model(str(served))
-
         checkpoints = Checkpoints(
             role.run_dir / "checkpoints", run_id=control.run_id, keep=config.trainer.max_ckpt_to_keep, ranks=ranks
         )
-        feed, attached, publisher = self._replay(checkpoints, served) if config.replay.rollouts else self._join()
-        folder, warmup = initial_folder(
-            config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state
-        )
+        if not config.replay.rollouts:
+            ranks.share(self._wait_for_broker)
+        own = None
+        if ranks.first:
+            own = self._recorded_feed(checkpoints, served) if config.replay.rollouts else self._own_feed()
+        feed = SharedFeed(own, ranks)
+        attached = feed.attach()
+        publisher = self._own_publisher(attached.epoch) if ranks.first else Helper()
+        folder, warmup = ranks.share(lambda: self._initial_weights(served))
         self._state("loads the models")
-        writer = MetricsWriter(role.run_dir, config)
-        self._open.callback(writer.close)
+        writer = self._own_writer() if ranks.first else Helper()
         self.learner = Learner(
             config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
-            started=self.started, ahead=self._ahead(feed, ranks.device) if isinstance(feed, Feed) else None,
+            started=self.started, ahead=self._ahead(own) if isinstance(own, Feed) else None,
         )  # fmt: skip
         if isinstance(publisher, Publisher):
-            publisher.prove_with(
-                CanaryForward(
-                    self.learner.models.actor.module.lm, dtype=config.model.dtype,
-                    max_tokens=config.max_sequence_tokens - 1, trust_remote_code=config.model.trust_remote_code,
-                )
-            )  # fmt: skip
+            publisher.prove_with(self._canary())
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached)
@@ -95,36 +99,65 @@ class Session:
             publisher.make_canary()
         return self.learner
 
-    def _join(self) -> tuple[Feed, Attached, Publisher]:
-        """Broker and engines."""
-        role, config, control = self.role, self.role.config, self.role.control
-        self._state("waits for the broker")
-        control.wait_for(
-            "broker", deadline_s=config.run.start_timeout_s, stop=role.stop, why="the learner trains what it hands out"
-        )
-        feed = Feed(self._broker_address, run_id=control.run_id, name=role.name, stop=role.stop)
-        self._open.callback(feed.close)
-        attached = feed.attach()
-        publisher = Publisher(run_id=control.run_id, epoch=attached.epoch, config=config.weights)
-        self._open.callback(publisher.close)
-        control.update(address=publisher.address)
-        return feed, attached, publisher
-
-    def _replay(self, checkpoints: Checkpoints, served: Path) -> tuple[RecordedFeed, Attached, NullPublisher]:
-        """A record in their place."""
-        self._state("reads the record")
-        vocabulary = vocab_size(served, trust_remote_code=self.role.config.model.trust_remote_code)
-        feed = open_replay(self.role.config, start=checkpoints.position(), stop=self.role.stop, vocab_size=vocabulary)
-        self._open.callback(feed.close)
-        return feed, feed.attach(), NullPublisher()
-
     def finish(self, ended: str) -> None:
         """Leave behind what the user wants to find."""
         self._state(f"ends: {ended}")
         ending.finish(self.learner, ended, tokenizer=self.tokenizer)
 
-    def _ahead(self, feed: Feed, device: torch.device) -> Ahead:
-        ahead = Ahead(feed.another(), device=device)
+    # ------------------------------------------------------------ rank 0's own
+    def _announce_model(self) -> Path:
+        served = served_folder(self.role.config, self.role.run_dir)
+        self.role.control.publish_model(str(served))
+        return served
+
+    def _wait_for_broker(self) -> None:
+        self._state("waits for the broker")
+        self.role.control.wait_for(
+            "broker", deadline_s=self.role.config.run.start_timeout_s, stop=self.role.stop,
+            why="the learner trains what it hands out",
+        )  # fmt: skip
+
+    def _own_feed(self) -> Feed:
+        role = self.role
+        feed = Feed(self._broker_address, run_id=role.control.run_id, name=role.name, stop=role.stop)
+        self._open.callback(feed.close)
+        return feed
+
+    def _recorded_feed(self, checkpoints: Checkpoints, served: Path) -> RecordedFeed:
+        """A record in the broker's place."""
+        self._state("reads the record")
+        vocabulary = vocab_size(served, trust_remote_code=self.role.config.model.trust_remote_code)
+        feed = open_replay(self.role.config, start=checkpoints.position(), stop=self.role.stop, vocab_size=vocabulary)
+        self._open.callback(feed.close)
+        return feed
+
+    def _own_publisher(self, epoch: int) -> Publisher | NullPublisher:
+        role = self.role
+        if role.config.replay.rollouts:
+            return NullPublisher()
+        publisher = Publisher(run_id=role.control.run_id, epoch=epoch, config=role.config.weights)
+        self._open.callback(publisher.close)
+        role.control.update(address=publisher.address)
+        return publisher
+
+    def _canary(self) -> CanaryForward:
+        config = self.role.config
+        return CanaryForward(
+            self.learner.models.actor.module.lm, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens - 1,
+            trust_remote_code=config.model.trust_remote_code,
+        )  # fmt: skip
+
+    def _own_writer(self) -> MetricsWriter:
+        writer = MetricsWriter(self.role.run_dir, self.role.config)
+        self._open.callback(writer.close)
+        return writer
+
+    def _initial_weights(self, served: Path) -> tuple[Path, WarmupResult | None]:
+        role = self.role
+        return initial_folder(role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state)
+
+    def _ahead(self, feed: Feed) -> Ahead:
+        ahead = Ahead(feed.another())
         self._open.callback(ahead.close)
         return ahead
 

@@ -75,7 +75,8 @@ def train_on_batch(
         if num_tokens == 0:
             continue  # nothing to learn from; AdamW would move even without a gradient
         counts = Counts(num_tokens, int((tokens_of_row[rows] > 0).sum()), config.data.max_response_length)
-        micros = micro_batches(batch, rows, packing_of(trainee.module, options))
+        packing = packing_of(trainee.module, options)
+        micros = micro_batches(batch, rows, packing, rank=ranks.rank, world_size=ranks.world_size)
         total, metrics = accumulate(trainee.module, micros, loss, counts, ranks)
         norm, applied = update(trainee.optimizer, trainee.parameters, loss=total, lr=lr, grad_clip=options.grad_clip)
         if not applied:
@@ -109,7 +110,7 @@ def accumulate(
         (value * ranks.world_size).backward()
         parts.append({"loss": value.detach(), **metrics})
     names = list(parts[0])
-    sums = ranks.sum(torch.stack([torch.stack([m[k].float() for m in parts]).sum() for k in names])).unbind()
+    sums = ranks.sum(torch.stack([torch.stack([m[k].double() for m in parts]).sum() for k in names])).unbind()
     metrics = dict(zip(names, sums, strict=True))
     return metrics.pop("loss"), metrics
 

@@ -69,11 +69,13 @@ def ask_if_due(learner: Learner, *, always: bool = False) -> None:
 
 def validate_last(learner: Learner) -> None:
     """Validate the last version and wait for it, at most `FINAL_WAIT_S`; a stop ends the wait."""
-    if learner.config.trainer.test_freq <= 0 or learner.progress.step == 0 or not learner.control.entries("generator"):
+    if learner.config.trainer.test_freq <= 0 or learner.progress.step == 0:
+        return
+    if not learner.ranks.share(lambda: bool(learner.control.entries("generator"))):
         return
     ask_if_due(learner, always=True)
     validations, deadline = learner.validations, time.monotonic() + FINAL_WAIT_S
-    while time.monotonic() < deadline and not learner.stop.is_set():
+    while learner.ranks.share(lambda: time.monotonic() < deadline and not learner.stop.is_set()):
         validations.collect(learner)
         if (result := validations.results.get(learner.progress.step)) is not None:
             if result["score"] is not None:

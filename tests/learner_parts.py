@@ -184,7 +184,7 @@ class SimulatedPublisher:
         self.versions: list[int] = []
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Any]]) -> None:
-        assert all(name.startswith("model.") for name, _ in tensors)
+        assert all(name.startswith(("model.", "lm_head.")) for name, _ in tensors)
         self.versions.append(version)
 
     def stats(self) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Several ranks compute what one does, however rows fall on ranks and micro-batches."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from learner.batch import make_batch
+from learner.checkpoint import Checkpoints
+from learner.model import weights_digest
+from learner.models import load_models
+from learner.packing import Packing, micro_batches, shares
+from tests import rank_program
+from tests.learner_parts import alone, initial_weights, make_config, make_groups, make_sample
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _launch(world_size: int, weights: Path, out: Path) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.rank_program", str(weights), str(out)], cwd=ROOT,
+            env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+                              "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+        )
+        for r in range(world_size)
+    ]  # fmt: skip
+    try:
+        assert [p.wait(500) for p in ranks] == [0] * world_size
+    finally:
+        for p in ranks:
+            p.kill()
+    return torch.load(out / f"{world_size}.pt")
+
+
+@pytest.mark.timeout(1200)  # waits for many small collectives: slow on a busy machine
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 3, 4), marks=pytest.mark.soak)], ids=str)
+def test_ranks_and_layouts_change_no_gradient_and_no_weight(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """Also: rank counts may change between checkpoints, and ranks skip a step together (see the program)."""
+    weights = initial_weights(tmp_path / "weights", make_config())
+    results = {n: _launch(n, weights, tmp_path) for n in sizes}
+    reference = results[1]["one forward"]
+    assert sum(bool(g.any()) for g in reference["gradients"].values()) == 26 + 28
+    for n, ways in results.items():
+        assert list(ways) == list(rank_program.WAYS)
+        for way, result in ways.items():
+            for name, gradient in result["gradients"].items():
+                expected = reference["gradients"][name]
+                assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max(), (n, way, name)
+            for name, weight in result["weights"].items():
+                assert weight.dtype == torch.float64
+                assert (weight - reference["weights"][name]).abs().max() <= 1e-9, (n, way, name)
+
+    models = load_models(make_config(*rank_program.COMMON), weights, alone())
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run_id="test", keep=9, ranks=alone())
+    assert checkpoints.steps() == list(range(1, len(sizes) + 1))
+    state = checkpoints.load(checkpoints.latest(), models)
+    assert state["digests"] == [weights_digest(t.module) for t in models.trainees()]
+
+
+def _lognormal_batch() -> tuple[object, np.ndarray]:
+    """512 samples of lognormal lengths, mean 200, at most 1,024, each with a prompt of its own."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(200) - 0.32, 0.8, 512), 8, 1024).astype(int)
+    samples = [make_sample(rng, i, 0, prompt_tokens=4, response_tokens=int(n) - 3) for i, n in enumerate(lengths)]
+    return make_batch(samples), np.arange(512)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_long_and_short_samples_are_spread_evenly(world_size: int) -> None:
+    batch, rows = _lognormal_batch()
+    parts = shares(batch, rows, Packing(4096), world_size)
+    assert sorted(np.concatenate([p.rows for p in parts])) == rows.tolist()
+    costs = [sum(n * Packing(4096).cost(n) for n in p.lengths.tolist()) for p in parts]
+    assert max(costs) / np.mean(costs) <= 1.01
+
+
+@pytest.mark.parametrize("packing", [Packing(24), Packing(None, rows_per_forward=3)], ids=["packed", "padded"])
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+def test_every_rank_makes_as_many_forwards_and_each_row_is_seen_once(packing: Packing, num_rows: int) -> None:
+    batch = make_batch(make_groups(make_config(), 0))
+    rows = np.arange(num_rows)
+    plans = [micro_batches(batch, rows, packing, rank=r, world_size=4) for r in range(4)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert sorted(int(r) for plan in plans for micro in plan for r in micro.rows) == rows.tolist()
+    assert sum(len(micro.targets) for plan in plans for micro in plan) == int(batch.mask[:num_rows].sum())
