@@ -38,9 +38,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     try:
         control.register("generator", "simulated")
         settings = [*CONFIG, f"run.dir={run.dir}"]
-        run.start("broker", *settings)
+        broker = run.start("broker", *settings)
         learner = run.start("learner")
         assert learner.wait(120) == 0, run.log(learner)[-3000:]
+        assert broker.wait(30) == 0, run.log(broker)[-3000:]  # all of the ledger is in its one file now
         # what `launch.py run` leaves in the folder
         config = load_config([], [*settings, "run.id=live"]).model_dump(mode="json")
         (run.dir / "config.yaml").write_text(yaml.safe_dump(config))
