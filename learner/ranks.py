@@ -72,6 +72,7 @@ class Ranks:
         return answer
 
     def _broadcast(self, message: Any) -> Any:
+        # torch pickles here: among the ranks of one learner, which run one program and trust one another.
         box = [message]
         dist.broadcast_object_list(box, group=self.line, device=torch.device("cpu"))
         return box[0]
