@@ -42,6 +42,7 @@ def resume(learner: Learner, attached: Any) -> None:
             f"says step {attached.step}, version {attached.version}"
         )
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
+    learner.save()  # it may have died in saving these very steps: never is more than one interval redone
     learner.validations.asked |= set(learner.feed.validations_asked())
 
 
