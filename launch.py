@@ -4,6 +4,8 @@ launch.py run CONFIG.yaml [more.yaml …] [a.b=c …]     everything on this hos
 launch.py broker|learner|generators …                 one role alone, in any order
 launch.py status|why|pause|resume|stop [RUN_DIR]      talk to a run
 launch.py set [RUN_DIR] a.b=c …                       change a run that goes on
+launch.py scale [RUN_DIR] N                           have so many generators, while it goes on
+launch.py drain [RUN_DIR] --generator NAME            let one finish its work and end
 launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
 launch.py export RUN_DIR OUT.parquet                  write them to a file
 launch.py replay RUN_DIR|FILE [CONFIG.yaml] [a.b=c …] train on recorded rollouts, without generators
@@ -39,6 +41,8 @@ _SENTENCES = {
     "pause": "hand out no more work until `resume`",
     "resume": "go on after `pause`",
     "set": "change what can be changed of a run that goes on",
+    "scale": "have so many generators in a fleet, while the run goes on",
+    "drain": "let a generator finish its leases and end",
     "stop": "end a run; the learner saves first",
     "replay": "train on recorded rollouts, without broker and generators",
     "config": "check a config, or print it whole",
@@ -108,6 +112,14 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument("--json", action="store_true", help="one JSON object")
     made = verb("set", _set, epilog="keys: " + ", ".join(LIVE))
     made.add_argument("config", nargs="+", metavar="RUN_DIR | a.b=c", help="the run (default: the newest), new values")
+    _add_place(made)
+    made = verb("scale", _scale)
+    made.add_argument("config", nargs="+", metavar="[RUN_DIR] N", help="the run (default: the newest), generators")
+    made.add_argument("--fleet", metavar="NAME", help="which, if there are several; `launch.py status` lists them")
+    _add_place(made)
+    made = verb("drain", _drain)
+    made.add_argument("folder", nargs="?", metavar="RUN_DIR", help="default: the newest under runs/")
+    made.add_argument("--generator", metavar="NAME", required=True, help="`launch.py status` lists them")
     _add_place(made)
     _add_samples(verb("samples", _records))
     made = verb("export", _records)
@@ -230,6 +242,22 @@ def _set(args: argparse.Namespace) -> int:
     if not items or len(folders) > 1:
         raise ConfigError("give one RUN_DIR (or none) and KEY=VALUE, e.g. launch.py set runs/r staleness.max=2")
     return verbs.set_limits(verbs.find_run(folders[0] if folders else None, args.redis_url, args.run_id), items)
+
+
+def _scale(args: argparse.Namespace) -> int:
+    from common import verbs
+
+    *folders, size = args.config
+    if len(folders) > 1 or not size.isdecimal():
+        raise ConfigError("give one RUN_DIR (or none) and a number of generators, e.g. launch.py scale runs/r 4")
+    place = verbs.find_run(folders[0] if folders else None, args.redis_url, args.run_id)
+    return verbs.scale(place, int(size), args.fleet)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from common import verbs
+
+    return verbs.drain(verbs.find_run(args.folder, args.redis_url, args.run_id), args.generator)
 
 
 def _records(args: argparse.Namespace) -> int:
