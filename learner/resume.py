@@ -44,8 +44,9 @@ def resume(learner: Learner, attached: Any) -> None:
             f"says step {attached.step}, version {attached.version}"
         )
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
-    if learner.progress.step == learner.progress.rolled_back_at != learner.saved:
-        learner.save(wanted=True)  # so that a crash finds it, whatever becomes of the checkpoint gone back to
+    # It may have died in saving these very steps: never is more than one interval redone. After a rollback a crash
+    # shall find it, whatever becomes of the checkpoint gone back to.
+    learner.save(wanted=learner.progress.step == learner.progress.rolled_back_at)
     learner.validations.asked |= set(learner.feed.validations_asked())
 
 
