@@ -9,6 +9,7 @@ launch.py drain [RUN_DIR] --generator NAME            let one finish its work an
 launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
 launch.py export RUN_DIR OUT.parquet                  write them to a file
 launch.py replay RUN_DIR|FILE [CONFIG.yaml] [a.b=c …] train on recorded rollouts, without generators
+launch.py rollback RUN_DIR STEP                       a stopped run goes back to a checkpoint
 launch.py config [CONFIG.yaml …] [a.b=c …]            check or print a config
 """
 
@@ -45,6 +46,7 @@ _SENTENCES = {
     "drain": "let a generator finish its leases and end",
     "stop": "end a run; the learner saves first",
     "replay": "train on recorded rollouts, without broker and generators",
+    "rollback": "have a run that is stopped go back to one of its checkpoints",
     "config": "check a config, or print it whole",
     "export": "write a run's samples to a parquet file, with tokens, text, rewards, versions and fate",
     "samples": "show a run's samples and what became of them, by an SQL condition",
@@ -126,6 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_record(made)
     made.add_argument("out", metavar="OUT.parquet", help="docs/rollouts.md describes it")
     made.add_argument("--no-text", action="store_true", help="tokens only; needs no tokenizer")
+    made = verb("rollback", _rollback)
+    made.add_argument("folder", metavar="RUN_DIR", help="the run's folder")
+    made.add_argument("step", metavar="STEP", nargs="?", help="of the checkpoint; without it, they are listed")
     return parser
 
 
@@ -269,6 +274,13 @@ def _records(args: argparse.Namespace) -> int:
     from common.local_run import become
 
     return become("generators.records", [args.verb, *places, *flags])
+
+
+def _rollback(args: argparse.Namespace) -> int:
+    """Become the broker's program for it."""
+    from common.local_run import become
+
+    return become("broker.rollback", [args.folder, *([args.step] if args.step else [])])
 
 
 def _talk(args: argparse.Namespace) -> int:
