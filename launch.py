@@ -5,7 +5,7 @@ launch.py broker|learner|generators …                 one role alone, in any o
 launch.py status|why|pause|resume|stop [RUN_DIR]      talk to a run
 launch.py set [RUN_DIR] a.b=c …                       change a run that goes on
 launch.py scale [RUN_DIR] N                           have so many generators, while it goes on
-launch.py drain [RUN_DIR] --generator NAME            let one finish its work and end
+launch.py drain [RUN_DIR] [--generator NAME]          finish the work under way and end: the run, or one generator
 launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
 launch.py export RUN_DIR OUT.parquet                  write them to a file
 launch.py replay RUN_DIR|FILE [CONFIG.yaml] [a.b=c …] train on recorded rollouts, without generators
@@ -43,7 +43,7 @@ _SENTENCES = {
     "resume": "go on after `pause`",
     "set": "change what can be changed of a run that goes on",
     "scale": "have so many generators in a fleet, while the run goes on",
-    "drain": "let a generator finish its leases and end",
+    "drain": "hand out no more work, train what is under way, and end; or let one generator finish and end",
     "stop": "end a run; the learner saves first",
     "replay": "train on recorded rollouts, without broker and generators",
     "rollback": "have a run that is stopped go back to one of its checkpoints",
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_place(made)
     made = verb("drain", _drain)
     made.add_argument("folder", nargs="?", metavar="RUN_DIR", help="default: the newest under runs/")
-    made.add_argument("--generator", metavar="NAME", required=True, help="`launch.py status` lists them")
+    made.add_argument("--generator", metavar="NAME", help="only this one; `launch.py status` lists them")
     _add_place(made)
     _add_samples(verb("samples", _records))
     made = verb("export", _records)
@@ -262,7 +262,8 @@ def _scale(args: argparse.Namespace) -> int:
 def _drain(args: argparse.Namespace) -> int:
     from common import verbs
 
-    return verbs.drain(verbs.find_run(args.folder, args.redis_url, args.run_id), args.generator)
+    place = verbs.find_run(args.folder, args.redis_url, args.run_id)
+    return verbs.drain(place, args.generator) if args.generator else verbs.set_desired(place, "draining")
 
 
 def _records(args: argparse.Namespace) -> int:

@@ -32,12 +32,15 @@ class Ledger(Book):
     def __init__(self, rules: Rules, *, limit: int, snapshot: Snapshot | None = None, now: float = 0.0) -> None:
         """See ``Book``; the limit may be another one than when the snapshot was taken."""
         super().__init__(rules, limit=limit, snapshot=snapshot, now=now)
+        self.draining = False  # told to hand out nothing more: what is out comes in, is trained, and that is all
         self._drop_doomed()
 
     # ------------------------------------------------------------ what a caller may ask
     @property
     def data_ended(self) -> bool:
         """Nothing is left to lease, now or later, unless a lease fails."""
+        if self.draining:
+            return True
         rules, counters = self.rules, self.counters
         fresh = rules.num_prompts is None or counters.next_prompt < rules.num_prompts
         return not fresh and not self.counts["train"]["pending"]
@@ -244,7 +247,7 @@ class Ledger(Book):
             )
         ended = self.data_ended and not self.counts["train"]["leased"]
         num_lost = self._lost.total()
-        if not self._ready and num_lost and (0 < self.rules.max_lost <= num_lost or (ended and not c.step)):
+        if not self._ready and num_lost and (0 < self.rules.max_lost <= num_lost or (ended and not c.step and not self.draining)):
             reasons = ", ".join(f"{reason} ({num})" for reason, num in self._lost.most_common(4))
             raise NoSignalError(
                 f"{num_lost} attempts in a row gave no group that could be trained: {reasons}. The data, the limits "
