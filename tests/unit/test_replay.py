@@ -121,6 +121,29 @@ def test_each_step_comes_out_to_the_bit(record: Record, replay: Any, kind: str) 
     assert max(line["staleness/max"] for line in lines.values()) == 1  # the ages are those of the record
 
 
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+def test_remax_comes_out_to_the_bit(weights: Path, tmp_path: Path, replay: Any, kind: str) -> None:
+    """The last sample of each group is the greedy one, its baseline: recorded and replayed as such."""
+    folder, remax = tmp_path / "record", "algorithm.adv_estimator=remax"
+    config = make_config(remax, "run.max_steps=3")
+
+    def make(*key: int, version: int) -> Sample:
+        greedy = key[2] == config.greedy_index
+        return toy_sample(*key, version=version, sampling={"temperature": 0.0 if greedy else 1.0})
+
+    recorder = Recorder(folder, n=config.samples_per_group)
+    feed = RecorderFeed(recorder, make=make)
+    learner = make_learner(config, load_models(config, weights, alone()), feed, folder)
+    resume.resume(learner, feed.attach())
+    assert learner.run() == "max_steps reached"
+    recorder.close()
+    assert records(["export", str(folder), str(tmp_path / "all.parquet"), "--no-text"]) == 0
+    again, digests = replay(folder if kind == "folder" else tmp_path / "all.parquet", remax)
+    assert again.run() == "the data ended"
+    assert digests == feed.digests and len(set(digests)) == 3
+    assert again.progress.samples_trained == 3 * config.data.train_batch_size * config.rollout.n
+
+
 def test_a_replay_that_is_started_again_goes_on_from_its_checkpoint(record: Record, replay: Any) -> None:
     first, before = replay(record.dir, "trainer.save_freq=2")
     for _ in range(3):
