@@ -220,6 +220,14 @@ def test_a_record_that_is_not_there_is_refused(record: Record, tmp_path: Path) -
     assert "has no ledger.sqlite" in world_faults(make_config(f"replay.rollouts={tmp_path}"))[0]
     inside = world_faults(make_config(f"replay.rollouts={record.dir}", f"run.dir={record.dir}"))
     assert "choose another run.dir" in inside[0]
+    elsewhere = made_elsewhere(tmp_path / "a.parquet")
+    assert "not the steps of a run; set replay.mode=offline" in world_faults(
+        make_config(f"replay.rollouts={elsewhere}")
+    )[0]
+    assert world_faults(make_config(f"replay.rollouts={elsewhere}", "replay.mode=offline")) == []
+    short = made_elsewhere(tmp_path / "b.parquet", reward=None)
+    found = world_faults(make_config(f"replay.rollouts={short}", "replay.mode=offline"))
+    assert "no column reward" in found[0]
 
 
 def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
