@@ -142,12 +142,13 @@ class Ledger(Book):
         self.untrained_bytes += num_bytes
         self._owed[generator] -= 1
         attempt.renewed_at = now
-        if not attempt.missing:
+        complete = not attempt.missing
+        if complete:
             attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         if header["fault"] is not None and self._is_lost(attempt):
             self._at_fault(attempt, str(header["fault"]))
             self._drop(attempt, str(header["fault"]), retry=True)
-        elif not attempt.missing:
+        elif complete:
             self._complete(attempt)
         return "stored"
 
