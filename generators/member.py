@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from common.canary import Canary
 from common.errors import DisprovedError, EngineError, LeewayError, WeightError, WireError
 from common.failpoints import failpoint
+from common.logs import LOGGER
 from common.sockets import AsyncDealer, Mailbox
 from common.wire import CONTROL_OPS, WORKER_OPS, decode, encode
 
@@ -28,7 +29,7 @@ LOOKUP_S = 0.5  # the registry is asked so often for a learner
 BEAT_S = 1.0  # at most; a quarter of the timeout if that is less
 SILENCE_BEATS = 8  # a learner that answers none of so many beats is dialled anew
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(LOGGER)
 
 
 class SwappableEngine(Protocol):
@@ -291,7 +292,7 @@ class Member:
             self._transfer = None
             self.state = "idle"
         _log.warning("version %d: %s", transfer.version, reason)
-        self._send("failed", number=transfer.number, reason=reason)
+        self._send("failed", number=transfer.number, version=self.engine.version, reason=reason)
 
     def _fail(self, error: EngineError) -> None:
         if not self._failed.done():

@@ -21,6 +21,8 @@ from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
 from common.failpoints import failpoint
+from common.logs import LOGGER
+from common.model_files import FileServer
 from common.snapshot import SnapshotTransport
 from common.sockets import Router
 from common.transfer import Group, StoreTransport, Ticket, Transport, first_line
@@ -34,7 +36,7 @@ GIVE_WAY = 3  # a transfer that was ended frees its memory within so many times 
 SEAL_S = 600.0  # longest time that the digests of a version take
 MAX_WAIT_S = 1.0  # the control thread looks at its clock at least this often
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(LOGGER)
 
 
 @dataclass(eq=False)
@@ -71,15 +73,18 @@ class Publisher:
         host: str = "127.0.0.1",
         on_event: Callable[[str], None] | None = None,
         dtype: torch.dtype | None = None,
+        files: FileServer | None = None,
     ) -> None:
         """
         Args:
+            files: config and tokenizer, for generators that have none; default: there are none to be had.
             epoch: the learner's fencing token; engines obey the highest they have met.
             on_event: called, in the control thread, with what a person may want to read; default: the log.
             dtype: floating-point tensors travel as this; default: as they come.
         """
         self._config, self._epoch, self._dtype = config, epoch, dtype
         self._on_event = on_event
+        self._files = files
         self._lock = threading.RLock()  # guards all below; held for moments only
         self._changed = threading.Condition(self._lock)
         # No number is used by two learners of a run.
@@ -297,7 +302,10 @@ class Publisher:
         now = time.monotonic()
         try:
             op, fields, _ = decode(frames, CONTROL_OPS)
-            self._act(self._roster.receive(peer, op, fields, now))
+            if op in ("files", "file") and self._files is not None:
+                self._send(peer, self._files.answer(op, fields))
+            else:
+                self._act(self._roster.receive(peer, op, fields, now))
         except WireError as e:
             self._router.send(peer, encode("refused", re="?", reason=e.reason, detail=str(e)))
 

@@ -213,6 +213,7 @@ class Roster:
         return [*self._give_up(m, fields["reason"], now), away, Note(f"{m.name} is sent away {detail}", fault=True)]
 
     def _failed(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        m.version = fields["version"]  # lower than before, if the load itself was torn
         if fields["number"] != m.number:
             return []
         if m.state not in TRANSFER_STATES:  # its connection broke first; this is why

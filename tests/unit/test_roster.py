@@ -91,7 +91,7 @@ def test_who_keeps_failing_rests_longer_each_time() -> None:
     r = roster()
     n, now, rests = only(join(r, "a"), Prepare).number, 0.0, []
     for _ in range(5):
-        r.receive(b"a", "failed", {"number": n, "reason": "disk full"}, now)
+        r.receive(b"a", "failed", {"number": n, "version": -1, "reason": "disk full"}, now)
         failed = now
         while not (
             again := [x for x in r.receive(b"a", "beat", {"version": -1, "state": ""}, now) if isinstance(x, Prepare)]
@@ -130,12 +130,23 @@ def test_late_and_foreign_messages_change_nothing() -> None:
         ("prepared", {"number": n + 7}),
         ("staged", {"number": n, "digest": 100}),  # not asked for yet
         ("held", {"number": n, "version": -1, "pause_s": 0.0, "difference": -1.0}),
-        ("failed", {"number": n - 1, "reason": ""}),
+        ("failed", {"number": n - 1, "version": -1, "reason": ""}),
     ):
         assert r.receive(b"a", op, fields, 0.0) == []
     assert repr(r) == before
     refused = only(r.receive(b"x", "hello", hello("x", run="other"), 0.0), Send)
     assert (refused.op, refused.fields["reason"]) == ("refused", "other_run")
+
+
+def test_an_engine_whose_load_was_torn_holds_nothing_and_is_sent_the_version_again() -> None:
+    r = roster(4)
+    n = only(join(r, "a", 3), Prepare).number
+    r.receive(b"a", "prepared", {"number": n}, 0.0)
+    r.torn(n, "bucket 3: broke", 0.1)  # seen here first
+    assert r.members["a"].version == 3
+    r.receive(b"a", "failed", {"number": n, "version": -1, "reason": "torn"}, 0.2)
+    assert r.members["a"].version == -1
+    assert only(r.tick(1.0), Prepare).version == 4
 
 
 def test_a_wrong_digest_is_not_swapped_in() -> None:
@@ -157,7 +168,7 @@ def test_when_a_load_is_to_be_proven() -> None:
         assert start.prove == swap.prove
         seen.append(swap.prove)
         if version == 6:  # a fault: the load after it is proven
-            r.receive(b"a", "failed", {"number": n, "reason": "broke"}, 0.0)
+            r.receive(b"a", "failed", {"number": n, "version": r.members["a"].version, "reason": "broke"}, 0.0)
             r.published(version, 100 + version, 0.0)
             prepare = only(r.tick(1.0 + 0.3), Prepare)
             continue
