@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import common.memory
+import common.weights
 from common.errors import WeightError
 from common.snapshot import SnapshotTransport
-from common.weights import HostBuffer, copy_out, encode_manifest, lay_out, with_digests
+from common.weights import Buffer, copy_out, encode_manifest, lay_out, pack_digests, with_digests
 from generators.staging import Staging
 
 TIMEOUT_S = 5.0
@@ -30,9 +32,10 @@ class Engine:
 
     def send(self, version: int, value: float, *, buckets: int | None = None) -> tuple[str, dict[str, Any]]:
         """Send a version, or only its first buckets; returns the first worker's event."""
-        buffer = HostBuffer()
+        buffer = Buffer()
         copy_out([("w", torch.full((1000,), value)), ("b", torch.full((7,), value))], buffer, bucket_bytes=1024)
-        manifest = with_digests(buffer)
+        sealed = with_digests(buffer)
+        manifest = replace(sealed, digests=())  # as it is announced
         self.number += 1
         ticket = self.transport.announce(1, self.number)
         for worker in self.workers:
@@ -46,12 +49,14 @@ class Engine:
             group.send(buffer.bucket(index))
         if buckets is not None:
             group.close()
+        else:
+            group.send(pack_digests(sealed))
         event = self.events.get(timeout=TIMEOUT_S)
         group.close()
         return event
 
 
-def values(buffer: HostBuffer) -> set[float]:
+def values(buffer: Buffer) -> set[float]:
     return {x for _, t in buffer.tensors() for x in t.tolist()}
 
 
@@ -85,11 +90,11 @@ def test_what_was_torn_no_worker_loads(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_with_both_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = lay_out([("w", "float32", (30_000_000,))], 1 << 20)
-    monkeypatch.setattr(common.memory, "free_bytes", lambda folder=None: 90_000_000)
+    monkeypatch.setattr(common.weights, "free_bytes", lambda folder=None: 90_000_000)
     with pytest.raises(WeightError, match=r"needs 0\.12 GB of host memory, 0\.09 GB are free"):
-        HostBuffer().prepare(manifest)
+        Buffer().prepare(manifest)
     with pytest.raises(WeightError, match=rf"needs 0\.12 GB in {tmp_path}, 0\.09 GB are free"):
-        HostBuffer(tmp_path / "w").prepare(manifest)
+        Buffer(tmp_path / "w").prepare(manifest)
     assert not (tmp_path / "w").exists()
     monkeypatch.undo()
     free = common.memory.free_bytes()
