@@ -46,6 +46,7 @@ class Bench:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.notes: list[str] = []
+        self._num_joins = 0
         self.publisher = Publisher(run_id="run", epoch=1, config=weights, on_event=self.notes.append)
         self.publisher.prove_with(CanaryForward(models.tiny_model(), dtype="float32", max_tokens=100))
         start = time.monotonic()
@@ -59,9 +60,11 @@ class Bench:
         self._num_requests = 0
 
     async def _join(self) -> Member:
+        self._num_joins += 1
         return Member(
-            engine=self.engine, run_id="run", name="a", incarnation="1", lookup_address=lambda: self.publisher.address
-        )
+            engine=self.engine, run_id="run", name="a", incarnation=str(self._num_joins),
+            lookup_address=lambda: self.publisher.address,
+        )  # fmt: skip
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
