@@ -227,6 +227,29 @@ def test_a_torn_transfer_changes_nothing_and_is_sent_again(bench: Bench) -> None
     assert "failpoint staging.bucket" in bench.wait_note("failpoint", 5)
 
 
+def test_a_side_that_fails_between_question_and_answer_parks_nobody(bench: Bench, monkeypatch: Any) -> None:
+    """The engine fails with PREPARE in its hands; then the learner with a beat in its."""
+    publisher = bench.publisher()
+    a = bench.receiver("a", "member.prepare:raise")
+    until(lambda: publisher.members(), 5, "the member")
+    start = time.monotonic()
+    publisher.publish(0, weights_of(0))
+    assert "a: version 0 not delivered: it says: RuntimeError('failpoint member.prepare')" in bench.wait_note(
+        "not delivered", TIMEOUT_S
+    )
+    assert a.wait_held(0) == [0] and time.monotonic() - start < 2 * TIMEOUT_S
+
+    def fail(*args: Any) -> Any:
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(publisher._roster, "receive", fail)
+    with pytest.raises(WeightError, match="can no longer be published: no such luck"):  # at the next beat
+        publisher.wait_held(1, timeout_s=2 * TIMEOUT_S)
+    new = bench.publisher(epoch=2)  # as the learner does that is started again
+    new.publish(1, weights_of(1))
+    assert a.wait_held(1, 3 * TIMEOUT_S) == [1]
+
+
 def test_another_model_is_refused_by_tensor_name(bench: Bench) -> None:
     publisher = bench.publisher()
     a = bench.receiver("a")
