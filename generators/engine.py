@@ -364,6 +364,7 @@ class Engine:
         Raises:
             DisprovedError: the log-probs are not the canary's, or there are none. The engine then holds
                 version -1; running requests begin anew once a load is proven.
+            WeightError: the log-probs did not come in time; the engine then holds nothing, too.
             EngineError: nothing complete of that version is staged (the old weights stay), or the
                 load failed half way, or hangs (the engine is then closed: its weights are not known).
         """
@@ -416,12 +417,12 @@ class Engine:
         try:
             try:
                 measured = await asyncio.wait_for(self.prompt_logprobs(canary.ids), timeout_s)
-            except TimeoutError:
-                raise DisprovedError(float("inf"), f"canary: no log-probs within {timeout_s:g} s") from None
+            except TimeoutError:  # this engine is slow, which says nothing of its weights
+                raise WeightError(f"canary: no log-probs within {timeout_s:g} s; nothing is held until then") from None
             return canary.check(measured)
         except Exception as e:  # whatever it is: what is not proven is not sampled with
             await self._distrust()
-            if isinstance(e, DisprovedError):
+            if isinstance(e, WeightError):
                 raise
             raise DisprovedError(float("inf"), f"canary: no log-probs ({type(e).__name__}: {e})") from e
 

@@ -311,9 +311,12 @@ class Member:
         transfer = self._transfer
 
         async def guarded() -> None:
+            held = self.engine.version
             try:
                 await work
             except Exception as e:
+                if self.engine.version < held and self.on_version is not None:
+                    self.on_version(self.engine.version)
                 if self.engine.dead:
                     self._fail(e if isinstance(e, EngineError) else EngineError(repr(e)))
                 elif transfer is not None:

@@ -22,7 +22,7 @@ import torch
 
 from common.errors import LeewayError, OtherModelError, WeightError
 from common.failpoints import failpoint
-from common.transfer import Group, Ticket, first_line, join_group
+from common.transfer import Group, KeptGroups, Ticket, first_line, join_group
 from common.weights import (
     Buffer,
     Entry,
@@ -83,6 +83,32 @@ class Layout:
                 raise OtherModelError(f"tensor {name}: the learner sends {theirs}, this engine's model has {mine}")
 
 
+class Line:
+    """A worker's groups with the learner: one at a time, kept for the next transfer while all goes well."""
+
+    def __init__(self) -> None:
+        self._kept = KeptGroups()
+        self._joined = ""  # prefix of the group that was joined last
+
+    def join(self, ticket: Ticket, *, rank: int, world_size: int, timeout_s: float) -> Group:
+        """The group kept from the transfer before, if this is its ticket; else another one. Raises WeightError."""
+        kept = self._kept.take(b"", ticket.transport)
+        if kept is not None and kept[0] == ticket:
+            return kept[1]
+        if kept is not None:
+            kept[1].close()
+        if ticket.prefix == self._joined:
+            raise WeightError("the group of the transfer before is gone here")
+        self._joined = ticket.prefix
+        return join_group(ticket, rank=rank, world_size=world_size, timeout_s=timeout_s)
+
+    def end(self, ticket: Ticket, group: Group, *, well: bool) -> None:
+        if well:
+            self._kept.keep(b"", ticket, group)
+        else:
+            group.close()
+
+
 class Staging:
     """One worker's buffer for the next version. Methods are for the worker's main thread."""
 
@@ -100,6 +126,7 @@ class Staging:
         self._buffer = Buffer(self._file, device or "cpu")
         self._through_host = device is not None
         self.layout = Layout(model)
+        self._line = Line()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # guards what follows against the receiving thread
         self._number = -1  # of the newest transfer
@@ -141,19 +168,21 @@ class Staging:
         def receive() -> None:
             start = time.perf_counter()
             group: Group | None = None
+            well, where = False, Ticket(*ticket)
             try:
                 _wait_for(before, timeout_s)
-                group = _join(ticket, rank=rank + self._worker, world_size=world_size, timeout_s=timeout_s)
+                group = self._line.join(where, rank=rank + self._worker, world_size=world_size, timeout_s=timeout_s)
                 digest = self._receive(group, wanted, timeout_s)
                 self._complete(number, version, wanted)
                 failpoint("staging.staged")
-                seconds = time.perf_counter() - start
+                seconds, well = time.perf_counter() - start, True
+                self._line.end(where, group, well=True)
                 post("staged", number=number, worker=self._worker, digest=digest, receive_s=seconds)
             except Exception as e:  # said before the group closes, which the learner sees at once
                 post("failed", number=number, worker=self._worker, reason=reason_of(e))
             finally:
-                if group is not None:
-                    group.close()
+                if group is not None and not well:
+                    self._line.end(where, group, well=False)
 
         self._thread = threading.Thread(target=receive, name=f"weights-{number}", daemon=True)
         self._thread.start()
@@ -250,13 +279,14 @@ class Arriving:
     """
 
     def __init__(
-        self, manifest: Manifest, *, ticket: list[Any], rank: int, world_size: int, timeout_s: float
-    ) -> None:  # fmt: skip
+        self, manifest: Manifest, line: Line, *, ticket: list[Any], rank: int, world_size: int, timeout_s: float
+    ) -> None:
         """Joins the group and takes the first bucket. Raises WeightError."""
         self._manifest = manifest
         self._bucket = torch.empty(manifest.bucket(0).stop, dtype=torch.uint8)
         self._digests: list[int] = []
-        self._group = _join(ticket, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        self._line, self._ticket, self._went_well = line, Ticket(*ticket), False
+        self._group = line.join(self._ticket, rank=rank, world_size=world_size, timeout_s=timeout_s)
         try:
             receive_bucket(self._group, self._bucket, 0, manifest)
         except BaseException:
@@ -291,17 +321,14 @@ class Arriving:
         if len(self._digests) != len(m.entries):
             raise WeightError(f"the engine took {len(self._digests)} of {len(m.entries)} tensors")
         check_digests(sealed, receive_digests(self._group, m))
+        self._went_well = True
         return sealed.digest
 
     def close(self) -> None:
-        self._group.close()
+        self._line.end(self._ticket, self._group, well=self._went_well)
 
 
 # ---------------------------------------------------------------- what both do
-def _join(ticket: list[Any], *, rank: int, world_size: int, timeout_s: float) -> Group:
-    return join_group(Ticket(*ticket), rank=rank, world_size=world_size, timeout_s=timeout_s)
-
-
 def receive_bucket(group: Group, bucket: torch.Tensor, index: int, manifest: Manifest) -> None:
     failpoint("staging.bucket")
     try:

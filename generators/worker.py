@@ -31,7 +31,7 @@ from common.processes import die_with_parent
 from common.sockets import post
 from common.weights import Buffer, free_on
 from common.wire import encode
-from generators.staging import Arriving, Layout, Shapes, Staging, reason_of
+from generators.staging import Arriving, Layout, Line, Shapes, Staging, reason_of
 
 BACKEND = "leeway"
 
@@ -145,7 +145,7 @@ class WorkerExtension:
         """``["planned", bytes of a version, free bytes where it would lie (None: not known)]``."""
         model = _shapes_of(self.model_config)
         if staging == "none":
-            self._layout = Layout(model)
+            self._layout, self._line = Layout(model), Line()
         else:
             device = self.device if staging == "device" else None
             self._staging = Staging(worker=self.rank, shared=shared, device=device, model=model)
@@ -203,7 +203,7 @@ class WorkerExtension:
         failpoint("worker.load")
         wanted = self._layout.accept(manifest)
         try:
-            arriving = Arriving(wanted, rank=rank + self.rank, **transfer)
+            arriving = Arriving(wanted, self._line, rank=rank + self.rank, **transfer)
         except (RuntimeError, WeightError) as e:
             return ["refused", reason_of(e)]
         try:

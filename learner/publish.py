@@ -27,7 +27,7 @@ from common.logs import LOGGER
 from common.model_files import FileServer
 from common.snapshot import SnapshotTransport
 from common.sockets import Router
-from common.transfer import Group, StoreTransport, Ticket, Transport, first_line
+from common.transfer import Group, KeptGroups, StoreTransport, Ticket, Transport, first_line
 from common.weights import (
     Buffer,
     Manifest,
@@ -74,11 +74,13 @@ class _Version:
 
 @dataclass(eq=False)
 class _Transfer:
+    peer: bytes
     ticket: Ticket
     weights: _Version
-    group: Group | None = None
+    group: Group | None = None  # kept from the transfer before, or made for this one
     ended: threading.Event = field(default_factory=threading.Event)
     started: bool = False
+    went_well: bool = False
 
 
 class Publisher:
@@ -118,6 +120,7 @@ class Publisher:
         self._buffers: list[Buffer] = []  # not in use
         self._num_buffers = 0
         self._transfers: dict[int, _Transfer] = {}
+        self._kept = KeptGroups()
         self._last = -1  # version handed in
         self._copy_out_s = 0.0
         self._error: Exception | None = None
@@ -360,6 +363,7 @@ class Publisher:
                     if message is not None:
                         self._receive(*message)
                     self._act(self._roster.tick(time.monotonic()))
+                    self._kept.close_all_but({m.peer for m in self._roster.members.values()})
                     self._changed.notify_all()
         except Exception as e:
             _log.exception("the weights' control thread failed")
@@ -413,8 +417,9 @@ class Publisher:
     def _prepare(self, action: roster.Prepare) -> None:
         weights = self._newest
         assert weights is not None and weights.version == action.version and weights.layout is not None
-        ticket = self._transports[action.transport].announce(self._epoch, action.number)
-        self._transfers[action.number] = _Transfer(ticket, weights)
+        kept = self._kept.take(action.peer, action.transport)
+        ticket, group = kept or (self._transports[action.transport].announce(self._epoch, action.number), None)
+        self._transfers[action.number] = _Transfer(action.peer, ticket, weights, group)
         weights.users += 1
         frames = encode(
             "prepare", encode_manifest(weights.layout),
@@ -440,23 +445,26 @@ class Publisher:
         transfer = self._transfers.pop(number, None)
         if transfer is None:
             return
+        transfer.went_well = staged
         transfer.ended.set()
         if not transfer.started:
             self._transports[transfer.ticket.transport].cancel(transfer.ticket)
+            if transfer.group is not None:
+                transfer.group.close()
             self._release(transfer.weights)
         elif not staged and transfer.group is not None:
             transfer.group.abort()
 
     # ------------------------------------------------------------ one transfer, in its own thread
     def _stream(self, action: roster.Start, transfer: _Transfer) -> None:
-        group = None
         try:
             if action.prove:
                 self._make_canary(transfer.weights)
             failpoint("publish.group")
-            transport = self._transports[transfer.ticket.transport]
-            transfer.group = group = transport.open_group(transfer.ticket, action.num_workers)
-            self._send_buckets(group, transfer)
+            if transfer.group is None:
+                transport = self._transports[transfer.ticket.transport]
+                transfer.group = transport.open_group(transfer.ticket, action.num_workers)
+            self._send_buckets(transfer.group, transfer)
             self._post(lambda now: self._roster.sent(action.number, now))
             # Closing before the engine has all would cut off what is still on its way.
             transfer.ended.wait(2 * self._config.timeout_s)
@@ -464,8 +472,10 @@ class Publisher:
             reason = str(e)
             self._post(lambda now: self._roster.torn(action.number, reason, now))
         finally:
-            if group is not None:
-                group.close()
+            if transfer.group is not None and transfer.went_well:
+                self._kept.keep(transfer.peer, transfer.ticket, transfer.group)
+            elif transfer.group is not None:
+                transfer.group.close()
             self._release(transfer.weights)
 
     def _send_buckets(self, group: Group, transfer: _Transfer) -> None:
@@ -519,6 +529,7 @@ class Publisher:
             self._closing = self._ended = True
             for number in list(self._transfers):
                 self._end_transfer(number, staged=False)
+            self._kept.close_all_but()
             self._router.close()
             for transport in self._transports.values():
                 transport.close()

@@ -132,6 +132,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> None:
     publisher = bench.publisher()
+    made: list[Any] = []
+    usual = publisher._transports["gloo"].announce
+    publisher._transports["gloo"].announce = lambda *args: made.append(args) or usual(*args)  # type: ignore
     publisher.publish(0, weights_of(0))  # nobody is there: kept for sending
     a, b = bench.receiver("a"), bench.receiver("b")
     assert a.wait_held(0) == [0] and b.wait_held(0) == [0]
@@ -144,6 +147,7 @@ def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> N
     publisher.wait_held(4, timeout_s=5, minimum=3)  # until the learner has heard so
     assert {m.name: m.version for m in publisher.members()} == {"a": 4, "b": 4, "c": 4}
     assert publisher.stats()["weights/transfers"] == 9
+    assert len(made) == 2  # a group with each, for versions 1, 2 and 4; version 0, and c's first, were snapshots
     for process in (os.getpid(), a.process.pid):  # control socket, rendezvous, groups
         listening = [s for s in psutil.Process(process).net_connections("inet") if s.status == psutil.CONN_LISTEN]
         assert {s.laddr.ip for s in listening} <= {"127.0.0.1"}

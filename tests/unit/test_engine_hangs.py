@@ -11,7 +11,7 @@ import pytest
 
 from common.canary import Canary
 from common.config import Config
-from common.errors import ConfigError, DisprovedError, EngineError
+from common.errors import ConfigError, DisprovedError, EngineError, WeightError
 from generators.engine import Engine
 
 CONFIG = Config.model_validate({"model": {"toy": True}, "weights": {"timeout_s": 0.05}})
@@ -89,6 +89,23 @@ def test_a_proof_that_fails_in_any_way_is_a_disproof(error: Exception, tmp_path:
         engine.prompt_logprobs = succeed  # type: ignore[method-assign]
         await engine.swap(2, CANARY)
         assert engine.version == 2 and engine._trusted.is_set()  # what was held back may leave
+
+    asyncio.run(swap())
+
+
+def test_a_proof_that_comes_too_late_proves_nothing(tmp_path: Path) -> None:
+    async def swap() -> None:
+        engine = make_engine(Child(), tmp_path)
+
+        async def wait(ids: tuple[int, ...]) -> list[float]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        engine.prompt_logprobs = wait  # type: ignore[method-assign]
+        with pytest.raises(WeightError, match=r"no log-probs within 0\.05 s") as error:
+            await engine.swap(1, CANARY, 0.05)
+        assert not isinstance(error.value, DisprovedError)  # three of which send an engine away
+        assert engine.version == -1 and not engine.dead and not engine._trusted.is_set()
 
     asyncio.run(swap())
 
