@@ -40,7 +40,7 @@ N, TOKENS, B = 8, 256, 64
 SECONDS = 6.0
 WINDOW = 64  # samples of one producer of the echo that are not answered yet
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
-QUICKSTART_STEP_S = 1.0  # of one step of the quick start on two cores
+QUICKSTART_STEP_S = 0.65  # of one step of the quick start on two quiet cores: 65 steps in 42 s (docs/evidence.md)
 _SPAWN = multiprocessing.get_context("spawn")
 
 

@@ -31,6 +31,7 @@ from broker.records import (
     Step,
     Validation,
 )
+from common.archive import VALID_CHECKPOINTS
 from common.config import MAX_ATTEMPTS, MAX_GROUP_SAMPLES
 from common.errors import LedgerError
 from common.failpoints import failpoint
@@ -52,7 +53,6 @@ _PUT_ATTEMPT = (
     f"INSERT INTO attempts ({_ATTEMPT_COLUMNS}) VALUES ({','.join('?' * 13)}) ON CONFLICT DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _MUTABLE)
 )
-_VALID = "SELECT DISTINCT step FROM checkpoints WHERE step NOT IN (SELECT step FROM steps WHERE abandoned)"
 _NUM_BYTES = "SELECT COALESCE(SUM(LENGTH(data)), 0) FROM payloads WHERE id BETWEEN ? AND ?"
 
 
@@ -217,7 +217,7 @@ class Store:
                 counts=self._read_counts(),
                 drops=self._read_drops(),
                 attached=attached,
-                checkpoints=[step for (step,) in self._db.execute(f"{_VALID} ORDER BY step")],
+                checkpoints=[step for (step,) in self._db.execute(f"{VALID_CHECKPOINTS} ORDER BY step")],
                 abandoned=self._read_abandoned(),
             )
 
@@ -313,7 +313,7 @@ class Store:
             raise sqlite3.DatabaseError(f"the steps make version {version}, the last is {last}, but counted {counters}")
 
     def _sum_redo_bytes(self) -> int:
-        needed = f"step > (SELECT COALESCE(MAX(step), -1) FROM ({_VALID})) AND NOT abandoned"
+        needed = f"step > (SELECT COALESCE(MAX(step), -1) FROM ({VALID_CHECKPOINTS})) AND NOT abandoned"
         return int(self._one(f"SELECT COALESCE(SUM(payload_bytes), 0) FROM steps WHERE {needed}", ())[0])
 
     def _read_abandoned(self) -> list[tuple[int, int]]:

@@ -81,8 +81,9 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # have the held-out prompts sampled by generators that hold at least `version`
     "validate": {"id": int, "epoch": int, "step": int, "version": int},
     "validations": {"id": int, "epoch": int},
-    # anybody may ask, without `attach`
+    # anybody may ask these two, without `attach`; `step`: of the checkpoint that the run shall go back to
     "status": {"id": int},
+    "rollback": {"id": int, "run": str, "step": int, "who": str},
     # broker -> learner
     # `abandoned`: [first, last] of each run of steps that a rollback gave up
     "attached": {
@@ -105,6 +106,8 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # `asked`: steps; `results`: [{step, version, score, num_samples, num_dropped}], complete ones only
     "validation_results": {"id": int, "asked": list, "results": list},
     "status_is": {"id": int, "status": dict},
+    # `step`: the number that the rollback took; `version`: from which the run goes on
+    "rolled_back": {"id": int, "step": int, "version": int, "dropped": int},
     "error": {"id": int, "kind": str, "detail": str},
     # a request that could not be read
     "refused": {"re": str, "reason": str, "detail": str},

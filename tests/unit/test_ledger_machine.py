@@ -83,7 +83,7 @@ FAULTS = {
     "rollback keeps the epoch": ("c.version + 1, c.epoch + 1\n", "c.version + 1, c.epoch\n"),
     "rollback keeps what waits with samples": ('state != "pending" or attempt.samples:', 'state != "pending":'),
     "rollback keeps checkpoints given up": ("[step for step in self.checkpoints if step <= to]", "self.checkpoints"),
-    "rollback gives a prompt up": ('"rolled_back", retry=True', '"rolled_back", retry=False'),
+    "rollback gives a prompt up": ("ROLLED_BACK, retry=True", "ROLLED_BACK, retry=False"),
     "lost samples stay owed": ("attempt.num_leases += 1", "attempt.num_leases += 1; self._owed[generator] += 1"),
     "repeated acknowledgement counts again": ("c.epoch_start < step <= c.step:", "c.epoch_start < step < c.step:"),
 }
