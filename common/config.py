@@ -111,6 +111,8 @@ class Model(Section):
     """Dtype of the weights as trained and as served."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
+    use_remove_padding: bool = True
+    """Pack sequences end to end into rows; false: one padded sequence a row (slower, the same numbers)."""
     warmup: Warmup = Field(default_factory=Warmup)
     trust_remote_code: bool = False
     """Run code that comes with the model. Taken only from this host's own command line."""
@@ -246,9 +248,9 @@ class Trained(Section):
     use_dynamic_bsz: bool = True
     """Micro-batches by token budget instead of by row count."""
     ppo_max_token_len_per_gpu: PositiveInt = 16384
-    """Token budget of one packed micro-batch with gradients."""
+    """Token budget of one micro-batch with gradients, padding included."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
-    """Rows per micro-batch when `use_dynamic_bsz` is false."""
+    """Sequences per micro-batch when `use_dynamic_bsz` is false."""
     share_prompts: bool = True
     """Compute a prompt once for the samples of its group, where that is less work and the model allows it."""
     loss_agg_mode: LossAggMode = "token-mean"

@@ -31,6 +31,7 @@ VERL_NAMES = {
     "reward_model.overlong_buffer.penalty_factor": "reward.overlong_buffer.penalty_factor",
     "ref.log_prob_max_token_len_per_gpu": "actor.log_prob_max_token_len_per_gpu",
     "critic.model.path": "critic.model_path",
+    "critic.model.use_remove_padding": "model.use_remove_padding",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.total_training_steps": "run.max_steps",
 }

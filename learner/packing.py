@@ -3,7 +3,8 @@
 Only a model's forward sees *packed rows*: sequences end to end, with positions that restart at 0
 for each and no attention from one to another. Where it is cheaper the samples of a group share
 their prompt: the prompt stands once, and each response behind it goes on counting from there and
-sees the prompt and itself. Either way the numbers are those of each sequence alone.
+sees the prompt and itself. Either way the numbers are those of each sequence alone, as they are in
+*padded rows* of one sequence each.
 
 The off-by-one, here and nowhere else: the model's output at position p speaks of the token at
 p + 1. What is wanted for response token t of a sequence with prompt length P, which lies at
@@ -14,7 +15,7 @@ a target, so it is not laid out at all.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ class Packing:
 
     token_budget: int | None  # of one forward; None: `rows_per_forward` sequences instead
     rows_per_forward: int = 1
-    share_prompts: bool = True
+    packed: bool = True  # False: one sequence a row
+    share_prompts: bool = True  # in packed rows under a token budget
     hidden_size: int = 1024  # of the model
 
     def cost(self, width: int) -> float:
@@ -95,8 +97,7 @@ def micro_batches(
 
 def shares(batch: Batch, rows: Ints, packing: Packing, world_size: int) -> list[Units]:
     """`rows` of each rank: the costliest unit first, each to the rank that has least to do so far."""
-    packed = packing.token_budget is not None
-    units = _units(batch, rows, packing) if packed else _alone(batch, rows)
+    units = _units(batch, rows, packing)
     if world_size == 1:
         return [units]
     owner = np.empty(len(units.lengths), dtype=np.int64)
@@ -108,19 +109,36 @@ def shares(batch: Batch, rows: Ints, packing: Packing, world_size: int) -> list[
 
 
 def _forwards(units: Units, packing: Packing) -> list[tuple[Units, Ints]]:
-    """(units, packed row of each) of every forward of one rank."""
+    """(units, row of each) of every forward of one rank."""
     if not len(units.lengths):
         return []
-    if packing.token_budget is None:
-        bins, per_forward = np.arange(len(units.lengths)), packing.rows_per_forward
-    else:
-        bins, width = pack(units.lengths, packing)
+    number, row = (_by_budget if packing.token_budget is not None else _by_count)(units.lengths, packing)
+    return [(_some(units, number == i), row[number == i]) for i in range(int(number.max()) + 1)]
+
+
+def _by_budget(lengths: Ints, packing: Packing) -> tuple[Ints, Ints]:
+    """(forward, row in it) of each unit: rows × width within the token budget."""
+    if packing.packed:
+        bins, width = pack(lengths, packing)
         per_forward = max(1, packing.token_budget // width)
-    result = []
-    for first in range(0, int(bins.max()) + 1, per_forward):
-        here = (bins >= first) & (bins < first + per_forward)  # [units]
-        result.append((_some(units, here), bins[here] - first))
-    return result
+        return bins // per_forward, bins % per_forward
+    number, row = np.empty_like(lengths), np.empty_like(lengths)
+    order, first, forward = np.argsort(-lengths, kind="stable"), 0, 0
+    while first < len(order):  # the longest that are left, as many as fit padded to the first of them
+        here = order[first : first + packing.token_budget // _fitting(int(lengths[order[first]]), packing)]
+        number[here], row[here] = forward, np.arange(len(here))
+        first, forward = first + len(here), forward + 1
+    return number, row
+
+
+def _by_count(lengths: Ints, packing: Packing) -> tuple[Ints, Ints]:
+    """(forward, row in it) of each unit: `rows_per_forward` sequences a forward, in their order."""
+    number, row = np.divmod(np.arange(len(lengths)), packing.rows_per_forward)
+    if packing.packed:
+        for i in range(int(number[-1]) + 1):
+            here = number == i
+            row[here], _ = pack(lengths[here], replace(packing, token_budget=int(lengths[here].sum())))
+    return number, row
 
 
 def pack(lengths: Ints, packing: Packing) -> tuple[Ints, int]:
@@ -129,8 +147,7 @@ def pack(lengths: Ints, packing: Packing) -> tuple[Ints, int]:
     As wide as the longest unit, or twice or four times that where fewer holes outweigh the attention.
     """
     longest, budget = int(lengths.max()), packing.token_budget or int(lengths.max())
-    if longest > budget:
-        raise ValueError(f"{longest} tokens do not fit into {budget}")
+    _fitting(longest, packing)
     tries = []
     for width in (longest, 2 * longest, 4 * longest):
         if width <= budget:
@@ -138,6 +155,12 @@ def pack(lengths: Ints, packing: Packing) -> tuple[Ints, int]:
             tries.append(((int(bins.max()) + 1) * width * packing.cost(width), bins, width))
     _, bins, width = min(tries, key=lambda t: t[0])
     return bins, width
+
+
+def _fitting(length: int, packing: Packing) -> int:
+    if packing.token_budget is not None and length > packing.token_budget:
+        raise ValueError(f"{length} tokens do not fit into {packing.token_budget}")
+    return length
 
 
 def _first_fit_decreasing(lengths: Ints, width: int) -> Ints:
@@ -160,9 +183,9 @@ def _alone(batch: Batch, rows: Ints) -> Units:
 
 def _units(batch: Batch, rows: Ints, packing: Packing) -> Units:
     """The samples of a group behind one prompt where that is less work, else each sequence alone."""
-    if not packing.share_prompts:
+    if not packing.share_prompts or not packing.packed or packing.token_budget is None:
         return _alone(batch, rows)
-    limit = min(packing.token_budget or MAX_SHARED_WIDTH, MAX_SHARED_WIDTH)
+    limit = min(packing.token_budget, MAX_SHARED_WIDTH)
     unit, lengths = np.empty(len(rows), dtype=np.int64), []
     for first, end in _same_prompt(batch, rows):
         prompt = int(batch.prompt_lengths[rows[first]])

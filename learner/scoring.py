@@ -21,7 +21,7 @@ from learner.updates import packing_of
 def pack_all(batch: Batch, models: Models, config: Config, ranks: Ranks) -> list[MicroBatch]:
     """This rank's share of the whole batch, packed for forward passes of every model."""
     options = config.actor
-    packing = packing_of(models.actor.module, options)
+    packing = packing_of(models.actor.module, options, config)
     share = all(m.shares_prompts for m in (models.reference, models.critic and models.critic.module) if m is not None)
     packing = replace(
         packing,

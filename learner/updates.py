@@ -75,7 +75,7 @@ def train_on_batch(
         if num_tokens == 0:
             continue  # nothing to learn from; AdamW would move even without a gradient
         counts = Counts(num_tokens, int((tokens_of_row[rows] > 0).sum()), config.data.max_response_length)
-        packing = packing_of(trainee.module, options)
+        packing = packing_of(trainee.module, options, config)
         micros = micro_batches(batch, rows, packing, rank=ranks.rank, world_size=ranks.world_size)
         total, metrics = accumulate(trainee.module, micros, loss, counts, ranks)
         norm, applied = update(trainee.optimizer, trainee.parameters, loss=total, lr=lr, grad_clip=options.grad_clip)
@@ -85,11 +85,12 @@ def train_on_batch(
     return done
 
 
-def packing_of(module: nn.Module, options: Trained) -> Packing:
+def packing_of(module: nn.Module, options: Trained, config: Config) -> Packing:
     """How the config has rows of a model laid out, as far as the model allows it."""
     return Packing(
         token_budget=options.ppo_max_token_len_per_gpu if options.use_dynamic_bsz else None,
         rows_per_forward=options.ppo_micro_batch_size_per_gpu,
+        packed=config.model.use_remove_padding,
         share_prompts=options.share_prompts and module.shares_prompts,
         hidden_size=module.hidden_size,
     )

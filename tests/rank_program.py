@@ -84,7 +84,7 @@ def _gradients(trainee: Trainee, options: tuple[str, ...], ranks: Ranks) -> list
         values = micro.scatter(output[0] if isinstance(output, tuple) else output)
         return (values * weights[micro.rows]).sum() / counts.num_tokens, {}
 
-    packing = packing_of(trainee.module, getattr(config, trainee.name))
+    packing = packing_of(trainee.module, getattr(config, trainee.name), config)
     micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.rank, world_size=ranks.world_size)
     accumulate(trainee.module, micros, loss, Counts(int(batch.mask.sum()), len(batch), 1.0), ranks)
     gradients = [(name, whole(p.grad)) for name, p in trainee.module.named_parameters()]

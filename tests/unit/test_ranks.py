@@ -85,7 +85,11 @@ def test_long_and_short_samples_are_spread_evenly(world_size: int) -> None:
     assert max(costs) / np.mean(costs) <= 1.01
 
 
-@pytest.mark.parametrize("packing", [Packing(24), Packing(None, rows_per_forward=3)], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "packing",
+    [Packing(24), Packing(None, rows_per_forward=3), Packing(40, packed=False)],
+    ids=["packed", "by count", "padded"],
+)
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_every_rank_makes_as_many_forwards_and_each_row_is_seen_once(packing: Packing, num_rows: int) -> None:
     batch = make_batch(make_groups(make_config(), 0))
