@@ -230,6 +230,29 @@ class Optim(Section):
     """AdamW's ε."""
 
 
+class FSDPConfig(Section):
+    """Where a trained model lives."""
+
+    param_offload: bool = False
+    """Keep the weights in host memory while the model is not in use."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory except during updates."""
+    offload_policy: bool = False
+    """FSDP2's CPU offload: weights, gradients and optimizer stay in host memory, layers come and go; slow, smallest."""
+
+
+class ActorFSDPConfig(FSDPConfig):
+    fsdp_size: int = Field(-1, ge=-1)
+    """Ranks that share one copy of each model; the copies' gradients are averaged (HSDP). -1: all ranks share one."""
+
+
+class RefFSDPConfig(Section):
+    param_offload: bool = False
+    """Keep the reference's weights in host memory while it is not in use."""
+    offload_policy: bool = False
+    """FSDP2's CPU offload of the reference: layers come and go."""
+
+
 class PolicyLoss(Section):
     loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
     """Form of the policy loss."""
@@ -255,9 +278,15 @@ class Trained(Section):
     """Compute a prompt once for the samples of its group, where that is less work and the model allows it."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
+    use_torch_compile: bool = False
+    """Compile each layer (torch.compile); the first steps are slow."""
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
 
 
 class Actor(Trained):
+    fsdp_config: ActorFSDPConfig = Field(default_factory=ActorFSDPConfig)
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Ranks that divide the tokens of each row among them, of all models: longer sequences than one rank can hold."""
     policy_loss: PolicyLoss = Field(default_factory=PolicyLoss)
     clip_ratio: float = Field(0.2, gt=0, lt=1)
     """PPO's ε, both sides."""
@@ -287,6 +316,10 @@ class Critic(Trained):
     """Clip of the value update; null: none."""
     warmup_steps: NonNegativeInt = 0
     """First steps in which only the critic is trained."""
+
+
+class Ref(Section):
+    fsdp_config: RefFSDPConfig = Field(default_factory=RefFSDPConfig)
 
 
 class Rollout(Section):
@@ -408,6 +441,7 @@ class Config(Section):
     algorithm: Algorithm = Field(default_factory=Algorithm)
     actor: Actor = Field(default_factory=Actor)
     critic: Critic = Field(default_factory=Critic)
+    ref: Ref = Field(default_factory=Ref)
     rollout: Rollout = Field(default_factory=Rollout)
     trainer: Trainer = Field(default_factory=Trainer)
     staleness: Staleness = Field(default_factory=Staleness)
@@ -485,6 +519,16 @@ def combination_faults(c: Config) -> list[str]:
         c.replay.rollouts is not None and c.trainer.nproc_per_node != 1,
         f"trainer.nproc_per_node={c.trainer.nproc_per_node}: a replay runs on one rank; set it to 1",
     )
+    split, shard = c.actor.ulysses_sequence_parallel_size, c.actor.fsdp_config.fsdp_size
+    for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard)):
+        refuse(
+            size == 0 or (size != -1 and c.trainer.nproc_per_node % size != 0),
+            f"actor.{key}={size}: must divide trainer.nproc_per_node={c.trainer.nproc_per_node}",
+        )
+    refuse(
+        c.ref.fsdp_config.offload_policy and c.ref.fsdp_config.param_offload,
+        "ref.fsdp_config.offload_policy=true: keeps the weights in host memory all the time; leave out param_offload",
+    )
     for name, part in (("actor", c.actor), ("critic", c.critic)):
         mini = part.ppo_mini_batch_size
         refuse(
@@ -492,10 +536,16 @@ def combination_faults(c: Config) -> list[str]:
             f"{name}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={B}",
         )
         refuse(
-            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu < c.max_sequence_tokens,
+            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu * split < c.max_sequence_tokens,
             f"{name}.ppo_max_token_len_per_gpu={part.ppo_max_token_len_per_gpu}: one sequence can have "
             f"data.max_prompt_length + data.max_response_length = {c.max_sequence_tokens} tokens; "
-            "raise it to at least that",
+            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
+            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
+        )
+        refuse(
+            part.fsdp_config.offload_policy and (part.fsdp_config.param_offload or part.fsdp_config.optimizer_offload),
+            f"{name}.fsdp_config.offload_policy=true: keeps weights and optimizer in host memory all the time; "
+            "leave out param_offload and optimizer_offload",
         )
     refuse(
         c.rollout.n == 1

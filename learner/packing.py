@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class Packing:
     packed: bool = True  # False: one sequence a row
     share_prompts: bool = True  # in packed rows under a token budget
     hidden_size: int = 1024  # of the model
+    split: int = 1  # ranks among which the columns of each row are divided; widths are multiples of it
 
     def cost(self, width: int) -> float:
         """Work per token in packed rows of `width`, in units of the work that does not depend on it.
@@ -59,6 +61,17 @@ class MicroBatch:
     temperatures: Tensor  # [tokens] float32
     place: Tensor  # [tokens] int64: index of each target into the flattened [n, response]
     num_columns: int  # of [batch, response]
+    alone: bool  # each row holds one sequence
+    parts: tuple[Tensor, ...]  # [split]: which tokens are read in each range of columns
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What attention is told."""
+        return {"attention_mask": self.attention_mask}
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[tokens computed here] → [tokens]."""
+        return values
 
     def scatter(self, values: Tensor) -> Tensor:
         """[tokens] → [n, response], 0 where no token was sampled. Differentiable."""
@@ -91,8 +104,8 @@ def micro_batches(
     """
     plans = [_forwards(units, packing) for units in shares(batch, rows, packing, world_size)]
     num_forwards = max(len(plan) for plan in plans)
-    mine = [_lay_out(batch, units, bins) for units, bins in plans[rank]]
-    return mine + [_nothing(batch)] * (num_forwards - len(mine))
+    mine = [_lay_out(batch, units, bins, packing.split) for units, bins in plans[rank]]
+    return mine + [_nothing(batch, packing.split)] * (num_forwards - len(mine))
 
 
 def shares(batch: Batch, rows: Ints, packing: Packing, world_size: int) -> list[Units]:
@@ -217,21 +230,23 @@ def _some(units: Units, here: NDArray[np.bool_]) -> Units:
 
 
 # ---------------------------------------------------------------- layout
-def _nothing(batch: Batch) -> MicroBatch:
-    """A forward of one token that nothing is asked of: this rank's part in the others' collectives."""
+def _nothing(batch: Batch, split: int) -> MicroBatch:
+    """A forward of one token a rank that nothing is asked of: this rank's part in the others' collectives."""
     device = batch.mask.device
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    one = torch.arange(split, device=device).unsqueeze(0)
     return MicroBatch(
         rows=none, input_ids=one, position_ids=one, attention_mask=None, wanted=none, targets=none,
-        temperatures=batch.temperatures[:0], place=none, num_columns=batch.mask.shape[1],
+        temperatures=batch.temperatures[:0], place=none, num_columns=batch.mask.shape[1], alone=True,
+        parts=(none,) * split,
     )  # fmt: skip
 
 
-def _lay_out(batch: Batch, units: Units, bins: Ints) -> MicroBatch:
+def _lay_out(batch: Batch, units: Units, bins: Ints, split: int) -> MicroBatch:
     """Lay each unit into packed row `bins[unit]`, behind those laid there before it."""
     rows, unit = units.rows, units.unit
     width, num_packed = int(np.bincount(bins, weights=units.lengths).max()), int(bins.max()) + 1
+    width += -width % split
     begins = bins * width + _offsets(bins, units.lengths)  # [units]: in the flattened input
     heads = np.flatnonzero(np.diff(unit, prepend=-1))  # [units]: first row of each
     prompts = batch.prompt_lengths[rows]  # [n]
@@ -275,6 +290,8 @@ def _lay_out(batch: Batch, units: Units, bins: Ints) -> MicroBatch:
         temperatures=batch.temperatures[to_rows][send(row)],
         place=send(row * batch.mask.shape[1] + column),
         num_columns=batch.mask.shape[1],
+        alone=len(bins) == num_packed and not units.shared,
+        parts=tuple(send(np.flatnonzero(wanted % width * split // width == part)) for part in range(split)),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,19 +34,32 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # of `fully_shard`: [ranks], or [copies of the model, ranks that share one]
     line: dist.ProcessGroup | None = None  # what rank 0 says to the others; None: alone
     asking: list[bool] = field(default_factory=list)  # not empty: within `share`, on rank 0
+    split: int = 1  # neighbouring ranks that divide the columns of the same rows among them (Ulysses)
+    split_group: dist.ProcessGroup | None = None  # they; None: each rank has rows of its own
+    data_group: dist.ProcessGroup | None = None  # one of each of them; None: all ranks
 
     @property
     def first(self) -> bool:
         """Rank 0 speaks for the learner: broker, weights, metrics, files."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows is this rank's."""
+        return self.rank // self.split
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares rows are dealt out."""
+        return self.world_size // self.split
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
+        """The sum over the shares of the rows, in place. (Ranks that divide the same rows hold the same.)"""
+        if self.data_size > 1:
+            dist.all_reduce(tensor, group=self.data_group)
         return tensor
 
     def share(self, ask: Callable[[], T]) -> T:
@@ -86,17 +99,23 @@ def _heard(kind: str, what: Any, exit_code: int) -> Any:
     raise error
 
 
-def join_ranks(*, timeout_s: float = 600.0) -> Ranks:
+def join_ranks(*, timeout_s: float = 600.0, split: int = 1, shard_size: int = -1) -> Ranks:
     """Make the process group from the launcher's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT); alone without them.
+
+    split: ranks that divide the columns of the same rows; shard_size: ranks that share one copy of the
+    models, −1 for all.
 
     TCPStore listens on all interfaces whatever host it is given, so rank 0 hands it a socket bound
     to MASTER_ADDR.
 
     Raises:
-        LeewayError: the rendezvous address cannot be bound.
+        LeewayError: the rendezvous address cannot be bound, or the ranks do not divide.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard_size)):
+        if size != -1 and world_size % size:
+            raise LeewayError(f"actor.{key}={size}: does not divide the learner's {world_size} ranks")
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     timeout = timedelta(seconds=timeout_s)
     if host in LOOPBACK:
@@ -109,9 +128,20 @@ def join_ranks(*, timeout_s: float = 600.0) -> Ranks:
         device, backend = torch.device("cpu"), "gloo"
     store = _store(rank, world_size, host, int(os.environ.get("MASTER_PORT", "0")), timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (world_size,))
     line = dist.new_group(backend="gloo", timeout=LINE_TIMEOUT) if world_size > 1 else None
-    return Ranks(rank, world_size, device, mesh, line)
+    ranks = Ranks(rank, world_size, device, _mesh(device, world_size, shard_size), line)
+    if split == 1:
+        return ranks
+    grid = init_device_mesh(device.type, (world_size // split, split), mesh_dim_names=("data", "split"))
+    return replace(ranks, split=split, split_group=grid.get_group("split"), data_group=grid.get_group("data"))
+
+
+def _mesh(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:
+    """One copy of the models over all ranks, or one over each `shard_size` of them."""
+    if shard_size in (-1, world_size):
+        return init_device_mesh(device.type, (world_size,))
+    sizes = (world_size // shard_size, shard_size)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards"))
 
 
 def leave_ranks() -> None:

@@ -15,10 +15,10 @@ from learner import ending, resume
 from learner.ahead import Ahead
 from learner.canary import CanaryForward
 from learner.checkpoint import Checkpoints
+from learner.families import vocab_size
 from learner.feed import Feed
 from learner.initial import initial_folder, load_tokenizer, served_folder
 from learner.loop import Learner
-from learner.model import vocab_size
 from learner.models import load_models
 from learner.publish import Publisher
 from learner.ranks import join_ranks, leave_ranks
@@ -59,7 +59,9 @@ class Session:
                 "of the whole; the gradients are biased", config.rollout.top_p, config.rollout.top_k,
             )  # fmt: skip
         torch.use_deterministic_algorithms(config.trainer.deterministic)
-        ranks = join_ranks()
+        ranks = join_ranks(
+            split=config.actor.ulysses_sequence_parallel_size, shard_size=config.actor.fsdp_config.fsdp_size
+        )
         self._open.callback(leave_ranks)
         if ranks.world_size != config.trainer.nproc_per_node:
             role.log.warning(

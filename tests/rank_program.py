@@ -7,6 +7,7 @@ writes gradients and weights, `{way: {"gradients": …, "weights": …}}`, to OU
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def _gradients(trainee: Trainee, options: tuple[str, ...], ranks: Ranks) -> list
         return (values * weights[micro.rows]).sum() / counts.num_tokens, {}
 
     packing = packing_of(trainee.module, getattr(config, trainee.name), config)
-    micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.rank, world_size=ranks.world_size)
+    micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)
     accumulate(trainee.module, micros, loss, Counts(int(batch.mask.sum()), len(batch), 1.0), ranks)
     gradients = [(name, whole(p.grad)) for name, p in trainee.module.named_parameters()]
     trainee.optimizer.zero_grad()
@@ -105,19 +106,19 @@ def _step(models: Models, ranks: Ranks, step: int, *options: str, bad: bool = Fa
 
 
 class _Float64:
-    """Models are loaded in float64, and their norms compute in it."""
+    """Models are built in float64, and their norms compute in it."""
 
     def __enter__(self) -> None:
-        self.before = loading.load_actor, loading.load_critic, Qwen2RMSNorm.forward
+        self.before = loading.build_actor, loading.build_critic, Qwen2RMSNorm.forward
         actor, critic, _ = self.before
-        loading.load_actor = lambda *args, **options: actor(*args, **options).double()
-        loading.load_critic = lambda *args, **options: critic(*args, **options).double()
+        loading.build_actor = functools.partial(actor, dtype=torch.float64)
+        loading.build_critic = functools.partial(critic, dtype=torch.float64)
         Qwen2RMSNorm.forward = lambda norm, x: (
             norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
         )
 
     def __exit__(self, *_: object) -> None:
-        loading.load_actor, loading.load_critic, Qwen2RMSNorm.forward = self.before
+        loading.build_actor, loading.build_critic, Qwen2RMSNorm.forward = self.before
 
 
 def skip_alike(weights: Path, ranks: Ranks) -> None:
