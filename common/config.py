@@ -543,6 +543,11 @@ def combination_faults(c: Config) -> list[str]:
             + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
         )
         refuse(
+            part.use_torch_compile and split > 1,
+            f"{name}.use_torch_compile=true: layers that exchange rows with other ranks are not compiled; set it to "
+            "false, or actor.ulysses_sequence_parallel_size=1",
+        )
+        refuse(
             part.fsdp_config.offload_policy and (part.fsdp_config.param_offload or part.fsdp_config.optimizer_offload),
             f"{name}.fsdp_config.offload_policy=true: keeps weights and optimizer in host memory all the time; "
             "leave out param_offload and optimizer_offload",

@@ -221,9 +221,17 @@ def _divided(module: Any, model: nn.Module, split: dist.ProcessGroup | None) -> 
 def _from_folder(kind: Any, folder: str | Path, key: str, what: str, trust_remote_code: bool) -> Any:
     attention = attention_of(folder, key=key, what=what, trust_remote_code=trust_remote_code)
     with _config_errors(folder, key, what):
-        return kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
+        model, found = kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )  # fmt: skip
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"{key}={folder}: has no weights for {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            + "; they would be random"
         )
+    return model
 
 
 def _from_config(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.errors import LeewayError, Stopped
+from common.errors import ConfigError, LeewayError, Stopped
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Rank 0 may wait for the broker as long as a pause lasts; its own waits have deadlines, and a rank
@@ -99,23 +99,17 @@ def _heard(kind: str, what: Any, exit_code: int) -> Any:
     raise error
 
 
-def join_ranks(*, timeout_s: float = 600.0, split: int = 1, shard_size: int = -1) -> Ranks:
+def join_ranks(*, timeout_s: float = 600.0) -> Ranks:
     """Make the process group from the launcher's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT); alone without them.
-
-    split: ranks that divide the columns of the same rows; shard_size: ranks that share one copy of the
-    models, −1 for all.
 
     TCPStore listens on all interfaces whatever host it is given, so rank 0 hands it a socket bound
     to MASTER_ADDR.
 
     Raises:
-        LeewayError: the rendezvous address cannot be bound, or the ranks do not divide.
+        LeewayError: the rendezvous address cannot be bound.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard_size)):
-        if size != -1 and world_size % size:
-            raise LeewayError(f"actor.{key}={size}: does not divide the learner's {world_size} ranks")
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     timeout = timedelta(seconds=timeout_s)
     if host in LOOPBACK:
@@ -129,19 +123,28 @@ def join_ranks(*, timeout_s: float = 600.0, split: int = 1, shard_size: int = -1
     store = _store(rank, world_size, host, int(os.environ.get("MASTER_PORT", "0")), timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     line = dist.new_group(backend="gloo", timeout=LINE_TIMEOUT) if world_size > 1 else None
-    ranks = Ranks(rank, world_size, device, _mesh(device, world_size, shard_size), line)
-    if split == 1:
-        return ranks
-    grid = init_device_mesh(device.type, (world_size // split, split), mesh_dim_names=("data", "split"))
-    return replace(ranks, split=split, split_group=grid.get_group("split"), data_group=grid.get_group("data"))
+    return Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)), line)
 
 
-def _mesh(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:
-    """One copy of the models over all ranks, or one over each `shard_size` of them."""
-    if shard_size in (-1, world_size):
-        return init_device_mesh(device.type, (world_size,))
-    sizes = (world_size // shard_size, shard_size)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards"))
+def arrange(ranks: Ranks, *, split: int, shard_size: int) -> Ranks:
+    """The same ranks with other tasks. Every rank must call it alike.
+
+    split: ranks that divide the columns of the same rows; shard_size: ranks that share one copy of the
+    models, −1 for all.
+    Raises:
+        ConfigError: the ranks do not divide so.
+    """
+    n, kind = ranks.world_size, ranks.device.type
+    for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard_size)):
+        if size != -1 and n % size:
+            raise ConfigError(f"actor.{key}={size}: does not divide the learner's {n} ranks")
+    if shard_size not in (-1, n):
+        mesh = init_device_mesh(kind, (n // shard_size, shard_size), mesh_dim_names=("copies", "shards"))
+        ranks = replace(ranks, mesh=mesh)
+    if split > 1:
+        grid = init_device_mesh(kind, (n // split, split), mesh_dim_names=("data", "split"))
+        ranks = replace(ranks, split=split, split_group=grid.get_group("split"), data_group=grid.get_group("data"))
+    return ranks
 
 
 def leave_ranks() -> None:

@@ -21,7 +21,7 @@ from learner.initial import initial_folder, load_tokenizer, served_folder
 from learner.loop import Learner
 from learner.models import load_models
 from learner.publish import Publisher
-from learner.ranks import join_ranks, leave_ranks
+from learner.ranks import arrange, join_ranks, leave_ranks
 from learner.replay import NullPublisher, RecordedFeed, open_replay, take_initial_weights
 from learner.together import Helper, SharedFeed
 from learner.warmup import WarmupResult
@@ -59,15 +59,15 @@ class Session:
                 "of the whole; the gradients are biased", config.rollout.top_p, config.rollout.top_k,
             )  # fmt: skip
         torch.use_deterministic_algorithms(config.trainer.deterministic)
-        ranks = join_ranks(
-            split=config.actor.ulysses_sequence_parallel_size, shard_size=config.actor.fsdp_config.fsdp_size
-        )
+        ranks = join_ranks()
         self._open.callback(leave_ranks)
         if ranks.world_size != config.trainer.nproc_per_node:
             role.log.warning(
                 "%d ranks were started, the config says trainer.nproc_per_node=%d",
                 ranks.world_size, config.trainer.nproc_per_node,
             )  # fmt: skip
+        split, shard_size = config.actor.ulysses_sequence_parallel_size, config.actor.fsdp_config.fsdp_size
+        ranks = arrange(ranks, split=split, shard_size=shard_size)
         if config.replay.rollouts:
             take_initial_weights(config, role.run_dir)
         served = ranks.share(self._announce_model)

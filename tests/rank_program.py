@@ -1,7 +1,7 @@
 """One rank of the learner's maths, without a broker: `python -m tests.rank_program WEIGHTS OUT`.
 
-With each way of laying out the rows the ranks train the same batches from the same weights; rank 0
-writes gradients and weights, `{way: {"gradients": …, "weights": …}}`, to OUT/<world size>.pt.
+In each way of laying out rows and dividing the work the ranks train the same batches from the same weights;
+rank 0 writes gradients and weights, `{way: {"gradients": …, "weights": …}}`, to OUT/<world size>.pt.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from common.config import Config
 from learner import models as loading
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
 from learner.loop import Outcome, train_step
-from learner.model import weights_digest, whole
+from learner.model import build_actor, load_actor, reshard, weights_digest, whole
 from learner.models import Models, load_models
-from learner.packing import MicroBatch, micro_batches
-from learner.ranks import Ranks, join_ranks, leave_ranks
+from learner.packing import MicroBatch, Packing, micro_batches
+from learner.ranks import Ranks, arrange, join_ranks, leave_ranks
 from learner.report import Clock
 from learner.settings import live_settings
+from learner.sharding import place
 from learner.updates import Counts, Trainee, accumulate, packing_of
 from tests.learner_parts import SimulatedControl, make_config, make_groups
 
@@ -40,19 +42,43 @@ def _both(*options: str) -> tuple[str, ...]:
     return tuple(f"{part}.{o}" for part in ("actor", "critic") for o in options)
 
 
-WAYS = {
-    "one forward": _both(f"{BUDGET}=4096"),
-    "tight": _both(f"{BUDGET}=40"),
-    "no shared prompts": _both(f"{BUDGET}=100", "share_prompts=false"),
-    "padded": _both("use_dynamic_bsz=false", f"{ROWS}=3"),
-    "activations recomputed": (*_both(f"{BUDGET}=64"), "model.enable_gradient_checkpointing=true"),
-}
+# micro-batches, rows, activations recomputed, FSDP2's offload, ranks that divide a row, copies of the model:
+# each pair of values of two of them occurs (`test_ranks.py` counts)
+GRID = (
+    ("one", "shared", False, False, 1, 1),
+    ("tight", "packed", True, True, 1, 2),
+    ("count", "padded", True, True, 2, 1),
+    ("tight", "padded", False, False, 2, 2),
+    ("count", "shared", True, False, 2, 2),
+    ("one", "packed", False, True, 2, 1),
+    ("one", "padded", True, False, 1, 2),
+    ("count", "packed", False, False, 1, 2),
+    ("tight", "shared", True, True, 2, 1),
+)
+MICRO = {"one": [f"{BUDGET}=4096"], "tight": [f"{BUDGET}=40"], "count": ["use_dynamic_bsz=false", f"{ROWS}=3"]}
+
+
+def _options(way: tuple, world_size: int) -> tuple[str, ...]:
+    """Config of a row of the grid, as far as so many ranks can be divided."""
+    micro, rows, recompute, offload, split, copies = way
+    split = {1: 1, 2: split, 3: 1, 4: split * (1 if copies == 1 else split)}[world_size]  # 4 ranks: 1, 2 and 4
+    shard = -1 if copies == 1 else max(1, world_size // 2) if world_size != 3 else 1
+    return (
+        *_both(*MICRO[micro], f"share_prompts={str(rows == 'shared').lower()}"),
+        *_both(f"fsdp_config.offload_policy={str(offload).lower()}"),
+        f"model.use_remove_padding={str(rows != 'padded').lower()}",
+        f"model.enable_gradient_checkpointing={str(recompute).lower()}",
+        f"actor.ulysses_sequence_parallel_size={split}", f"actor.fsdp_config.fsdp_size={shard}",
+        f"trainer.nproc_per_node={world_size}",
+    )  # fmt: skip
 
 
 def main(weights: Path, out: Path) -> None:
     ranks = join_ranks(timeout_s=60)
     try:
-        results = {way: _train(weights, options, ranks) for way, options in WAYS.items()}
+        families(out / "families", ranks)
+        bounded_memory(out / "large", ranks)
+        results = {way: _train(weights, _options(way, ranks.world_size), ranks) for way in GRID}
         skip_alike(weights, ranks)
         save(weights, out, ranks)
         if ranks.first:
@@ -63,7 +89,11 @@ def main(weights: Path, out: Path) -> None:
 
 def _train(weights: Path, options: tuple[str, ...], ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """Gradients over all rows in float32; weights after 3 steps of 2 updates in float64."""
-    models = load_models(make_config(*COMMON, *options), weights, ranks)
+    config = make_config(*COMMON, *options)
+    ranks = arranged(ranks, config)
+    models = load_models(config, weights, ranks)
+    for t in models.trainees():
+        _check(t, config, ranks)
     torch.nn.init.ones_(models.critic.module.value_head.weight)  # from 0 nothing would reach the backbone
     gradients = {f"{t.name} {name}": g for t in models.trainees() for name, g in _gradients(t, options, ranks)}
     with _Float64():
@@ -72,6 +102,43 @@ def _train(weights: Path, options: tuple[str, ...], ranks: Ranks) -> dict[str, d
             _step(models, ranks, step, *options, *_both("ppo_mini_batch_size=3"))
     trained = {f"{t.name} {n}": whole(p.detach()) for t in models.trainees() for n, p in t.module.named_parameters()}
     return {"gradients": gradients, "weights": trained}
+
+
+@functools.cache
+def _arrange(ranks: int, split: int, shard_size: int) -> Ranks:
+    return arrange(_RANKS[ranks], split=split, shard_size=shard_size)
+
+
+_RANKS: dict[int, Ranks] = {}
+
+
+def arranged(ranks: Ranks, config: Config) -> Ranks:
+    """Groups are made once for each division."""
+    _RANKS[ranks.world_size] = ranks
+    split, shard_size = config.actor.ulysses_sequence_parallel_size, config.actor.fsdp_config.fsdp_size
+    return _arrange(ranks.world_size, split, shard_size)
+
+
+def _check(trainee: Trainee, config: Config, ranks: Ranks) -> None:
+    """What the config asks for is what the model does."""
+    split = config.actor.ulysses_sequence_parallel_size
+    assert (trainee.module.split is None) == (split == 1)
+    seen: list[int] = []
+    base = trainee.module.lm.base_model if trainee.name == "actor" else trainee.module.backbone
+    hook = base.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    batch = make_batch(make_groups(config, 1))
+    packing = packing_of(trainee.module, getattr(config, trainee.name), config)
+    micro = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)[0]
+    with torch.no_grad():
+        trainee.module(micro)
+    hook.remove()
+    reshard(trainee.module)
+    assert seen == [micro.input_ids.shape[1] // split]
+    mesh = trainee.parameters[0].device_mesh
+    assert mesh.size(mesh.ndim - 1) == (config.actor.fsdp_config.fsdp_size % (ranks.world_size + 1))
+    policies = {g.offload_policy.__class__.__name__ for g in trainee.module._get_fsdp_state()._fsdp_param_groups}
+    offload = trainee.options.fsdp_config.offload_policy
+    assert policies == ({"CPUOffloadPolicy"} if offload else {"OffloadPolicy"})
 
 
 def _gradients(trainee: Trainee, options: tuple[str, ...], ranks: Ranks) -> list[tuple[str, Tensor]]:
@@ -119,6 +186,48 @@ class _Float64:
 
     def __exit__(self, *_: object) -> None:
         loading.build_actor, loading.build_critic, Qwen2RMSNorm.forward = self.before
+
+
+def families(folder: Path, ranks: Ranks) -> None:
+    """Rows divided among all ranks give log-probs and gradients of the whole model, in every family there.
+
+    The shards come from the files' slices; in "unnamed" they cannot, and rank 0 hands its weights out.
+    """
+    config = make_config("actor.share_prompts=true")
+    batch = make_batch(make_groups(config, 1))
+    ranks = arrange(ranks, split=ranks.world_size, shard_size=-1)
+    for path in sorted(folder.iterdir() if folder.exists() else ()):
+        plain = load_actor(path)
+        actor = build_actor(path, split=ranks.split_group)
+        place(actor, path, functools.partial(load_actor, path), ranks, dtype="float32")
+        assert weights_digest(actor) == weights_digest(plain), path
+        packing = Packing(96 * ranks.split, share_prompts=plain.shares_prompts, hidden_size=64, split=ranks.split)
+        ours, theirs = [], []
+        for micro in micro_batches(batch, np.arange(len(batch)), packing):
+            for module, outputs, factor in ((plain, theirs, 1), (actor, ours, ranks.world_size)):
+                logprobs, entropy = module(micro, with_entropy=True)
+                ((logprobs.sum() + entropy.sum()) * factor).backward()
+                outputs.append(torch.cat([logprobs.detach(), entropy.detach()]))
+        assert (torch.cat(ours) - torch.cat(theirs)).abs().max() <= 1e-5, path
+        for (name, p), (_, q) in zip(actor.named_parameters(), plain.named_parameters(), strict=True):
+            assert (whole(p.grad) - q.grad).abs().max() <= 1e-5 * q.grad.abs().max(), (path, name)
+
+
+def bounded_memory(folder: Path, ranks: Ranks) -> None:
+    """A rank never holds more than its shard (float32, and the pages of a bfloat16 file that it read) and a tensor."""
+    if not folder.exists():
+        return
+    actor = build_actor(folder)
+    numels = [p.numel() for p in actor.parameters()]
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = _peak_bytes()
+    place(actor, folder, functools.partial(load_actor, folder), ranks, dtype="float32")
+    used = _peak_bytes() - before
+    assert used <= (4 + 2) * sum(numels) / ranks.world_size + 6 * max(numels) + (32 << 20), (used, sum(numels))
+
+
+def _peak_bytes() -> int:
+    return 1024 * int(next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x).split()[1])
 
 
 def skip_alike(weights: Path, ranks: Ranks) -> None:
