@@ -111,6 +111,9 @@ class Model(Section):
     """Dtype of the weights as trained and as served."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
+    attn_implementation: Literal["sdpa", "varlen"] = "sdpa"
+    """sdpa: PyTorch's attention with a mask where rows are packed. varlen: flash attention over each sequence of a row,
+    without a mask (GPU, bfloat16; prompts are not shared); written, but not yet run on a GPU."""
     use_remove_padding: bool = True
     """Pack sequences end to end into rows; false: one padded sequence a row (slower, the same numbers)."""
     warmup: Warmup = Field(default_factory=Warmup)
@@ -518,6 +521,10 @@ def combination_faults(c: Config) -> list[str]:
     refuse(
         c.replay.rollouts is not None and c.trainer.nproc_per_node != 1,
         f"trainer.nproc_per_node={c.trainer.nproc_per_node}: a replay runs on one rank; set it to 1",
+    )
+    refuse(
+        c.model.attn_implementation == "varlen" and c.model.dtype == "float32",
+        "model.attn_implementation=varlen: flash attention computes in bfloat16; set model.dtype=bfloat16, or use sdpa",
     )
     split, shard = c.actor.ulysses_sequence_parallel_size, c.actor.fsdp_config.fsdp_size
     for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard)):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from common.errors import ConfigError
-from learner.attention import divide, split_rows
+from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
 from learner.logprobs import at_least_float32, token_logprobs
 from learner.offload import Offload
@@ -34,6 +34,7 @@ class Actor(nn.Module):
 
     holder = "lm."  # where the Hugging Face model is
     split: dist.ProcessGroup | None = None  # ranks that divide the columns of each row
+    varlen = False  # flash attention, sequence by sequence
     offload: Offload | None = None  # where it is while it is not in use
 
     def __init__(self, lm: nn.Module) -> None:
@@ -47,7 +48,7 @@ class Actor(nn.Module):
         """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32."""
         part = micro if self.split is None else split_rows(micro, self.split)
         logprobs, entropy = token_logprobs(
-            _hidden(self.lm.base_model, part), self.head, part.targets, part.temperatures,
+            _hidden(self.lm.base_model, part, self.varlen), self.head, part.targets, part.temperatures,
             vocab_size=self.vocab_size, with_entropy=with_entropy,
         )  # fmt: skip
         return part.gather(logprobs), part.gather(entropy) if entropy is not None else None
@@ -65,6 +66,7 @@ class Critic(nn.Module):
 
     holder = "backbone."
     split: dist.ProcessGroup | None = None
+    varlen = False
     offload: Offload | None = None
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -78,8 +80,8 @@ class Critic(nn.Module):
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values [tokens], float32."""
         part = micro if self.split is None else split_rows(micro, self.split)
-        values = at_least_float32(self.value_head(_hidden(self.backbone, part))).sum(-1)  # not a view, for FSDP2
-        return part.gather(values)
+        values = at_least_float32(self.value_head(_hidden(self.backbone, part, self.varlen)))  # [tokens, 1]
+        return part.gather(values.sum(-1))  # not a view, for FSDP2
 
     def reset_own(self) -> None:
         """What the Hugging Face model has not."""
@@ -87,17 +89,18 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
 
-def _hidden(backbone: nn.Module, micro: MicroBatch) -> Tensor:
+def _hidden(backbone: nn.Module, micro: MicroBatch, varlen: bool) -> Tensor:
     """[tokens, hidden] at the wanted positions.
 
     Packed rows are exact only so: restarting position ids, no cache, and no mask but the one that
     says everything. With a cache or a mask of ones the sequences of a row see one another, silently.
     """
+    ours = backbone.config._attn_implementation == NAME
     out = backbone(
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,
         use_cache=False,
-        **micro.arguments,
+        **({"rows": micro, "varlen": varlen} if ours else {"attention_mask": micro.attention_mask}),
     ).last_hidden_state
     return out.flatten(0, 1).index_select(0, micro.wanted)
 
@@ -140,20 +143,20 @@ def load_actor(folder: str | Path, *, trust_remote_code: bool = False) -> Actor:
 
 
 def build_actor(
-    folder: str | Path, *, split: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
+    folder: str | Path, *, split: dist.ProcessGroup | None = None, varlen: bool = False,
+    dtype: torch.dtype = torch.float32, trust_remote_code: bool = False,
 ) -> Actor:  # fmt: skip
     """The same without its weights, which are on the meta device.
 
-    split: ranks that divide the columns of each row.
+    split: ranks that divide the columns of each row; varlen: flash attention, sequence by sequence.
     Raises:
-        ConfigError: as `load_actor`; or the family is not known to attend over divided rows.
+        ConfigError: as `load_actor`; or see `attend_by_rows`.
     """
     from transformers import AutoModelForCausalLM
 
     lm = _from_config(AutoModelForCausalLM, folder, "model.path", "causal LM", dtype, trust_remote_code)
     check_head(_without_layers(lm))
-    return _divided(Actor(without_dropout(lm)), lm, split)
+    return _attending(Actor(without_dropout(lm)), lm, split, varlen)
 
 
 @torch.no_grad()
@@ -201,20 +204,21 @@ def load_critic(folder: str | Path, *, trust_remote_code: bool = False) -> Criti
 
 
 def build_critic(
-    folder: str | Path, *, split: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
+    folder: str | Path, *, split: dist.ProcessGroup | None = None, varlen: bool = False,
+    dtype: torch.dtype = torch.float32, trust_remote_code: bool = False,
 ) -> Critic:  # fmt: skip
     """The same without its weights; see `build_actor`."""
     from transformers import AutoModel
 
     backbone = _from_config(AutoModel, folder, "critic.model_path", "model", dtype, trust_remote_code)
-    return _divided(Critic(without_dropout(backbone)), backbone, split)
+    return _attending(Critic(without_dropout(backbone)), backbone, split, varlen)
 
 
-def _divided(module: Any, model: nn.Module, split: dist.ProcessGroup | None) -> Any:
-    if split is not None:
-        divide(model, split)
-        module.split = split
+def _attending(module: Any, model: nn.Module, split: dist.ProcessGroup | None, varlen: bool) -> Any:
+    if split is not None or varlen:
+        attend_by_rows(model, group=split, varlen=varlen)
+        module.split, module.varlen = split, varlen
+        module.shares_prompts = module.shares_prompts and not varlen  # their mask is not one of sequences
     return module
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from common.config import Config, Trained
+from common.errors import ConfigError
 from learner.estimates import KLController, make_kl_controller
 from learner.initial import model_folder
 from learner.model import Actor, build_actor, build_critic, freeze, load_actor, load_critic
@@ -46,7 +47,7 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
         backbone = model_folder("critic.model_path", own) if own else folder
         critic = _trainee("critic", build_critic, load_critic, backbone, config, ranks)
     if config.needs_reference:
-        frozen = freeze(build_actor(folder, split=ranks.split_group, trust_remote_code=config.model.trust_remote_code))
+        frozen = freeze(build_actor(folder, **_built(config, ranks)))
         reference = _placed(frozen, load_actor, folder, config, ranks, offload=config.ref.fsdp_config.offload_policy)
         reference.offload = Offload(config.ref.fsdp_config.param_offload, False, ranks.device)
         put_away(reference)
@@ -56,7 +57,7 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
 def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ranks: Ranks) -> Trainee:
     options: Trained = getattr(config, name)
     places = options.fsdp_config
-    module = build(folder, split=ranks.split_group, trust_remote_code=config.model.trust_remote_code)
+    module = build(folder, **_built(config, ranks))
     if options.use_torch_compile:
         compile_layers(module, ranks.device, key=f"{name}.use_torch_compile")
     if config.model.enable_gradient_checkpointing:
@@ -66,6 +67,13 @@ def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ran
     module.offload = Offload(places.param_offload, places.optimizer_offload, ranks.device)
     put_away(module, optimizer)
     return Trainee(name, module, optimizer, options)
+
+
+def _built(config: Config, ranks: Ranks) -> dict[str, Any]:
+    varlen = config.model.attn_implementation == "varlen"
+    if varlen and ranks.device.type != "cuda":
+        raise ConfigError("model.attn_implementation=varlen: flash attention needs a GPU; take sdpa")
+    return {"split": ranks.split_group, "varlen": varlen, "trust_remote_code": config.model.trust_remote_code}
 
 
 def _placed(module: nn.Module, load: Any, folder: Path, config: Config, ranks: Ranks, *, offload: bool) -> nn.Module:

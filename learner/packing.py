@@ -15,8 +15,7 @@ a target, so it is not laid out at all.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -62,12 +61,10 @@ class MicroBatch:
     place: Tensor  # [tokens] int64: index of each target into the flattened [n, response]
     num_columns: int  # of [batch, response]
     alone: bool  # each row holds one sequence
+    boundaries: Tensor  # [segments + 1] int32: where sequences and holes begin in the flattened input, and its end
+    longest: int  # of the segments
     parts: tuple[Tensor, ...]  # [split]: which tokens are read in each range of columns
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What attention is told."""
-        return {"attention_mask": self.attention_mask}
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made where they are needed
 
     def gather(self, values: Tensor) -> Tensor:
         """[tokens computed here] → [tokens]."""
@@ -238,7 +235,7 @@ def _nothing(batch: Batch, split: int) -> MicroBatch:
     return MicroBatch(
         rows=none, input_ids=one, position_ids=one, attention_mask=None, wanted=none, targets=none,
         temperatures=batch.temperatures[:0], place=none, num_columns=batch.mask.shape[1], alone=True,
-        parts=(none,) * split,
+        boundaries=torch.tensor([0, split], dtype=torch.int32, device=device), longest=split, parts=(none,) * split,
     )  # fmt: skip
 
 
@@ -270,6 +267,8 @@ def _lay_out(batch: Batch, units: Units, bins: Ints, split: int) -> MicroBatch:
         trees[flat] = np.repeat(owner, lengths)
         branches[flat] = np.repeat(branch, lengths)
 
+    boundaries = np.unique(np.concatenate([begins, begins + units.lengths, np.arange(num_packed + 1) * width]))
+
     device = batch.mask.device
     to_rows = torch.from_numpy(rows).to(device)
     row, column = (x.cpu().numpy() for x in batch.mask[to_rows].nonzero(as_tuple=True))  # [tokens] each
@@ -277,7 +276,7 @@ def _lay_out(batch: Batch, units: Units, bins: Ints, split: int) -> MicroBatch:
     wanted = np.where(column == 0, before_first[row], response_begins[row] + column - 1)
     targets = batch.tokens[batch.starts[rows][row] + prompts[row] + column]
 
-    def send(array: Ints) -> Tensor:
+    def send(array: NDArray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return MicroBatch(
@@ -291,6 +290,8 @@ def _lay_out(batch: Batch, units: Units, bins: Ints, split: int) -> MicroBatch:
         place=send(row * batch.mask.shape[1] + column),
         num_columns=batch.mask.shape[1],
         alone=len(bins) == num_packed and not units.shared,
+        boundaries=send(boundaries.astype(np.int32)),
+        longest=int(np.diff(boundaries).max()),
         parts=tuple(send(np.flatnonzero(wanted % width * split // width == part)) for part in range(split)),
     )
 

@@ -58,7 +58,8 @@ def test_verls_names_of_how_models_are_divided_are_understood():
         [
             *GOOD, "trainer.nproc_per_node=8", "actor_rollout_ref.model.use_remove_padding=false",
             "actor_rollout_ref.actor.fsdp_config.fsdp_size=4", "actor_rollout_ref.ref.fsdp_config.param_offload=true",
-            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true", "critic.model.fsdp_config.offload_policy=true",
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+            "critic.model.fsdp_config.offload_policy=true",
             "critic.ulysses_sequence_parallel_size=2", "data.max_response_length=30000",
         ],
     )  # fmt: skip
@@ -112,8 +113,9 @@ def test_every_key_has_a_sentence():
         ("actor.fsdp_config.fsdp_size=3", "actor.fsdp_config.fsdp_size=3: must divide trainer.nproc_per_node=1"),
         ("actor.fsdp_config.fsdp_size=0", "actor.fsdp_config.fsdp_size=0: must divide trainer.nproc_per_node=1"),
         ("actor.fsdp_config={offload_policy: true, param_offload: true}", "actor.fsdp_config.offload_policy=true: "),
-        ("ref.fsdp_config={offload_policy: true, param_offload: true}", "ref.fsdp_config.offload_policy=true: keeps"),
+        ("ref.fsdp_config={offload_policy: true, param_offload: true}", "ref.fsdp_config.offload_policy=true: "),
         ("actor={use_torch_compile: true, ulysses_sequence_parallel_size: 2}", "actor.use_torch_compile=true: "),
+        ("model={attn_implementation: varlen, dtype: float32}", "model.attn_implementation=varlen: flash attention"),
         ("rollout.n=1", "rollout.n=1: grpo compares samples of one prompt"),
         ("rollout={n: 1}", "rollout.n=1: grpo compares samples of one prompt"),
         ("run.bind_host=0.0.0.0", "run.bind_host=0.0.0.0: a public bind needs transport keys"),

@@ -72,14 +72,14 @@ def test_entropy_is_that_of_the_distribution_sampled_from() -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0]])
     p = (logits / 2).softmax(-1)
     _, entropy = token_logprobs(
-        logits, lambda x: x, torch.tensor([0]), torch.tensor([2.0]), vocab_size=3, with_entropy=True
+        logits, torch.clone, torch.tensor([0]), torch.tensor([2.0]), vocab_size=3, with_entropy=True
     )
     assert torch.allclose(entropy, -(p * p.log()).sum(-1))
 
 
 def test_a_symbol_that_is_never_drawn_adds_no_entropy() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
-    _, entropy = token_logprobs(logits, lambda x: x, torch.tensor([0]), torch.ones(1), vocab_size=3, with_entropy=True)
+    _, entropy = token_logprobs(logits, torch.clone, torch.tensor([0]), torch.ones(1), vocab_size=3, with_entropy=True)
     assert torch.allclose(entropy, torch.tensor([2.0]).log())
 
 

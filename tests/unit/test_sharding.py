@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from common.logs import LOGGER
 from learner import offload, sharding
-from learner.attention import KEY, divide
+from learner.attention import KEY, attend_by_rows
 from learner.batch import make_batch
 from learner.loop import train_step
 from learner.model import build_actor, build_critic, load_actor, load_critic, weights_digest
@@ -96,14 +96,14 @@ def test_what_cannot_be_divided_is_refused_by_name(
 ) -> None:
     actor = build_actor(write_family(tmp_path, family, **changes))
     with pytest.raises(ConfigError, match=match):
-        divide(actor.lm, SimulatedGroup(ranks))
+        attend_by_rows(actor.lm, group=SimulatedGroup(ranks))
 
 
-def test_a_family_that_is_not_known_to_attend_over_divided_rows_is_refused(tmp_path: Path) -> None:
+def test_a_family_that_is_not_known_to_attend_by_rows_is_refused(tmp_path: Path) -> None:
     actor = build_actor(write_family(tmp_path, "qwen2"))
     actor.lm.config.model_type = "novel"
-    with pytest.raises(ConfigError, match=rf"{KEY}=2: models of type 'novel' are not known to attend"):
-        divide(actor.lm, SimulatedGroup(2))
+    with pytest.raises(ConfigError, match=rf"{KEY}=2: models of type 'novel' are not known to attend by rows"):
+        attend_by_rows(actor.lm, group=SimulatedGroup(2))
 
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
