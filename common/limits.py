@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from common.config import Config
@@ -20,12 +21,31 @@ OF_A_STEP = (
 TEMPERATURE = "rollout.temperature"
 LIVE = (STALENESS, *OF_A_STEP, TEMPERATURE)
 
+Lookup = Callable[[str], Any]  # ``Control.limit``
+
 
 def read_changes(items: list[str], config: Config, standing: dict[str, Any]) -> dict[str, Any]:
     """``["staleness.max=3", …]`` as values by key, checked with the config and the limits that stand.
 
     Raises:
         ConfigError: not of that form; no live key; a value that the config would refuse.
+    """
+    changes = asked_changes(items)
+    whole = flat(config) | {k: v for k, v in standing.items() if k in LIVE}
+    asked, faults = examine_config([], [*(f"{k}={json.dumps(v)}" for k, v in whole.items() if k not in changes),
+                                        *(f"{k}={v}" for k, v in changes.items())])  # fmt: skip
+    values = flat(asked) if not faults else {}
+    faults += [f"{k}={text}: give a number" for k, text in changes.items() if not faults and values[k] is None]
+    if faults:
+        raise ConfigError(faults)
+    return {k: values[k] for k in changes}
+
+
+def asked_changes(items: list[str]) -> dict[str, str]:
+    """``["staleness.max=3", …]`` as texts by key, before any run is asked.
+
+    Raises:
+        ConfigError: not of that form; no live key.
     """
     faults, changes = [], {}
     for item in items:
@@ -37,18 +57,31 @@ def read_changes(items: list[str], config: Config, standing: dict[str, Any]) -> 
             faults.append(f"{key}: cannot be changed while the run goes on; these can: {', '.join(LIVE)}")
         else:
             changes[key] = text
-    if not faults:
-        whole = flat(config) | {k: v for k, v in standing.items() if k in LIVE}
-        asked, faults = examine_config([], [*(f"{k}={json.dumps(v)}" for k, v in whole.items() if k not in changes),
-                                            *(f"{k}={v}" for k, v in changes.items())])  # fmt: skip
-    values = flat(asked) if not faults else {}
-    faults += [f"{k}={text}: give a number" for k, text in changes.items() if not faults and values[k] is None]
     if faults:
         raise ConfigError(faults)
-    return {k: values[k] for k in changes}
+    return changes
 
 
 def number(value: Any, default: float, *, above: float = float("-inf")) -> float:
     """A live limit as a finite number above ``above``; else ``default``."""
     sound = isinstance(value, (int, float)) and not isinstance(value, bool) and above < value < float("inf")
     return float(value) if sound else default
+
+
+# ---------------------------------------------------------------- how many generators, and who is to go
+def size_key(fleet: str) -> str:
+    return f"generators.count@{fleet}"
+
+
+def size_of_fleet(limit: Lookup, fleet: str, default: int) -> int:
+    """How many generators a fleet is to have."""
+    return int(number(limit(size_key(fleet)), default, above=-1))
+
+
+def drain_key(generator: str) -> str:
+    return f"generators.drain@{generator}"
+
+
+def drains(limit: Lookup, generator: str) -> bool:
+    """Whether a generator is to finish its leases and end."""
+    return limit(drain_key(generator)) is True

@@ -17,8 +17,6 @@ import uuid
 from pathlib import Path
 from types import FrameType
 
-import yaml
-
 from common import logs, preflight
 from common.config import HOST_KEYS, Config
 from common.console import make_console
@@ -99,7 +97,7 @@ class LocalRun:
         continued = preflight.is_continued(self.folder)
         (self.folder / "logs").mkdir(exist_ok=True)
         self._log_to_file()
-        self._save_config()
+        preflight.save_config(self.config, self.folder)
         self._handle_signals()
         try:
             return self._execute(continued)
@@ -163,12 +161,6 @@ class LocalRun:
 
     def _remove_rendezvous(self) -> None:
         shutil.rmtree(self.folder / "rendezvous", ignore_errors=True)
-
-    def _save_config(self) -> None:
-        tree = self.config.model_dump(mode="json")
-        tree["run"]["redis_url"] = None  # may hold a password
-        path = self.folder / preflight.CONFIG_FILE
-        path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
     def _write_run_file(self) -> None:
         """``run.json``, readable by its owner only: where a verb finds the run."""

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, run_id: str, keep: int, ranks: Ranks) -> None:
         """keep: how many to keep; the newest valid one is never deleted."""
         self.folder, self.run_id, self.keep, self.ranks = folder, run_id, max(1, keep), ranks
+        self.abandoned: Sequence[tuple[int, int]] = ()  # (first, last) step that rollbacks gave up: never loaded again
 
     def save(self, step: int, models: Models, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `step`; it is there when this returns. Older ones beyond `keep` are removed.
@@ -78,7 +80,7 @@ class Checkpoints:
 
     def _latest(self, at_most: int | None) -> Path | None:
         for step in reversed(self.steps()):
-            if at_most is not None and step > at_most:
+            if (at_most is not None and step > at_most) or self._is_given_up(step):
                 continue
             path = self.folder / f"step_{step}"
             try:
@@ -122,9 +124,14 @@ class Checkpoints:
         return state
 
     def _remove_old(self, *, newest: int) -> None:
-        """Keep the newest `keep` up to the one just written, which is known to be valid."""
-        for step in [s for s in self.steps() if s < newest][: -(self.keep - 1) or None]:
+        """Keep the newest `keep` up to the one just written, which is known to be valid; none that was given up."""
+        older = [s for s in self.steps() if s < newest]
+        kept = [s for s in reversed(older) if not self._is_given_up(s)][: self.keep - 1]
+        for step in set(older) - set(kept):
             shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
+
+    def _is_given_up(self, step: int) -> bool:
+        return any(first <= step <= last for first, last in self.abandoned)
 
 
 def verify(path: Path) -> None:

@@ -74,7 +74,8 @@ class Learner:
                 if goal is not None and mean is not None and mean > goal:
                     return "goal reached"
                 if not self.step():
-                    return "the data ended"
+                    draining = self.ranks.share(lambda: self.control.desired() == "draining")
+                    return "drained" if draining else "the data ended"
         except Stopped:
             return "stopped"
         finally:
@@ -239,9 +240,9 @@ class Learner:
         validation.ask_if_due(self)
 
     def save(self, *, wanted: bool = False) -> None:
-        """A checkpoint every `trainer.save_freq` steps, and whenever the broker wants one."""
+        """A checkpoint once the newest is `trainer.save_freq` steps old, and whenever the broker wants one."""
         step, freq = self.progress.step, self.config.trainer.save_freq
-        if step == self.saved or not (wanted or (freq > 0 and step % freq == 0)):
+        if step == self.saved or not (wanted or 0 < freq <= step - max(self.saved, 0)):
             return
         path = self.checkpoints.save(step, self.models, self.progress.as_state(time.monotonic() - self.started))
         self.saved = step

@@ -1,7 +1,8 @@
 """From the ledger and the last checkpoint to the weights of the version that stands.
 
 A learner that comes back loads its last checkpoint and redoes the acknowledged steps beyond it from
-their rows: same batches, order and settings. A redone step acknowledges and publishes nothing.
+their rows: same batches, order and settings. A redone step acknowledges and publishes nothing. Steps that
+a rollback gave up are passed over; the rollback itself makes the weights it found another version.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from common.errors import CheckpointError
 from learner.batch import make_batch
 from learner.model import weights_digest
 from learner.progress import Progress
-from learner.report import Clock
+from learner.report import Clock, progress_metrics
 
 if TYPE_CHECKING:
     from learner.loop import Learner
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 def resume(learner: Learner, attached: Any) -> None:
     """Bring models and progress to the last acknowledged step; the first start makes checkpoint 0.
 
-    attached: what the broker said (`step`: last acknowledged, `version`).
+    attached: what the broker said (`step`: last acknowledged, `version`, `abandoned`).
 
     Raises:
         CheckpointError: the ledger has steps but no checkpoint can be loaded, or redoing them does
             not end at the ledger's version.
     """
+    learner.checkpoints.abandoned = attached.abandoned
     path = learner.checkpoints.latest(at_most=attached.step)
     if path is None:
         refuse_to_start_over(learner, attached)
@@ -42,6 +44,9 @@ def resume(learner: Learner, attached: Any) -> None:
             f"says step {attached.step}, version {attached.version}"
         )
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
+    # It may have died in saving these very steps: never is more than one interval redone. After a rollback a crash
+    # shall find it, whatever becomes of the checkpoint gone back to.
+    learner.save(wanted=learner.progress.step == learner.progress.rolled_back_at)
     learner.validations.asked |= set(learner.feed.validations_asked())
 
 
@@ -80,6 +85,12 @@ def replay(learner: Learner, path: Any) -> tuple[Progress, int]:
         progress.count_publication()  # the first start publishes right after its checkpoint
     loaded = progress.step
     for row in learner.feed.rows(after=loaded):
+        if row.restored == progress.step:
+            learner.log.warning("step %d: rolled back to the checkpoint of step %d", row.step, row.restored)
+            progress.count_rollback(row.step, row.version + 1)
+            values = progress_metrics(progress, learner.config) | {"training/rolled_back_to": row.restored}
+            learner.writer.write(row.step, values)
+            continue
         if row.step != progress.step + 1:
             raise CheckpointError(f"{path}: the ledger has no row of step {progress.step + 1}, so it cannot be redone")
         if row.applied:

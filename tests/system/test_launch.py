@@ -302,6 +302,8 @@ def test_whoever_is_killed_is_started_again_and_the_verbs_work(launch):
     )  # fmt: skip
     assert any(": staleness.max = 4" in line for line in run.verb("why")[1].splitlines())
     assert run.verb("set", "staleness.max=-1")[0] == 2
+    code, said = run.verb("set", "rollout.n=2")
+    assert code == 2 and "rollout.n: cannot be changed while the run goes on" in said
     until(lambda: run.steps() > paused_at)
 
     refused = Launch(run.tree, run.folder, "run.max_steps=7")
