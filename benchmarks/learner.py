@@ -61,7 +61,7 @@ def logprobs() -> Iterator[Figure]:
 
 @benchmark
 def training() -> Iterator[Figure]:
-    """A model of 1.4 M parameters, 128 samples of those lengths: forward and backward with packed and with padded
+    """A model of 0.3 M parameters, 48 samples of at most 512 tokens: forward and backward with packed and with padded
     rows, one thread; and a whole step (log-probs, update) on one rank and on two, one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
@@ -75,18 +75,14 @@ def training() -> Iterator[Figure]:
 
 
 def write_model(folder: Path) -> None:
-    """A random Qwen2 with the toy's tokenizer."""
-    import torch
-    from transformers import Qwen2ForCausalLM
-
-    from learner.toy import toy_config, write_toy_folder
+    """The quick start's model, random."""
+    from common.loading import load_config
+    from learner.export import save_weights
+    from learner.initial import random_toy
+    from learner.toy import write_toy_folder
 
     write_toy_folder(folder)
-    config = toy_config(max_tokens=2048)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 192, 512, 3
-    config.layer_types = ["full_attention"] * 3
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    save_weights(folder, random_toy(load_config([], ["model.toy=true", "data.task=reverse_digits"])))
 
 
 def _run(module: str, *args: str, ranks: int = 1, within_s: float = 180) -> list[Any]:
@@ -112,16 +108,16 @@ def _run(module: str, *args: str, ranks: int = 1, within_s: float = 180) -> list
     return [json.loads(text) for text in outputs if text.strip()]
 
 
-def samples(number: int, *, prompts: int | None = None) -> list[Sample]:
+def samples(number: int, *, prompts: int | None = None, cap: int = CAP) -> list[Sample]:
     """Responses of lognormal lengths, each to a prompt of its own, or to one of `prompts`."""
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(MEAN) - 0.32, 0.8, number), 8, CAP).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(MEAN) - 0.32, 0.8, number), 8, cap).astype(int)
     per_prompt = number // (prompts or number)
     return [
         Sample(
             group=i // per_prompt, attempt=0, index=i % per_prompt,
             prompt_ids=np.full(PROMPT, 3 + i // per_prompt % 32, dtype=np.int32),
-            response_ids=np.full(n, 4, dtype=np.int32), behavior_logprobs=np.full(n, -1, dtype=np.float32),
+            response_ids=rng.integers(3, 64, n).astype(np.int32), behavior_logprobs=np.full(n, -1, dtype=np.float32),
             spans=((0, 0, int(n)),), sampling={"temperature": 1.0}, finish_reason="stop", reward=float(i % 3 == 0),
             generator="",
         )

@@ -26,12 +26,12 @@ from learner.ranks import Ranks, join_ranks, leave_ranks
 from learner.report import Clock
 from learner.updates import Counts, accumulate
 
-SETTINGS = ("model.toy=true", "data.task=reverse_digits", "model.dtype=float32", "data.max_response_length=1100",
-            "data.max_prompt_length=32", "actor.optim.lr=1e-4", "actor.ppo_max_token_len_per_gpu=4096",
+SETTINGS = ("model.toy=true", "data.task=reverse_digits", "model.dtype=float32", "data.max_response_length=600",
+            "data.max_prompt_length=32", "actor.optim.lr=1e-4", "actor.ppo_max_token_len_per_gpu=2048",
             "run.id=benchmark")  # fmt: skip
 LAYOUTS = {
-    "packed": Packing(4096, share_prompts=False),
-    "padded": Packing(4096, packed=False),
+    "packed": Packing(2048, share_prompts=False, hidden_size=128),
+    "padded": Packing(2048, packed=False),
     "padded_in_order": Packing(None, rows_per_forward=8, packed=False),
 }
 
@@ -39,9 +39,9 @@ LAYOUTS = {
 def main(folder: Path) -> None:
     ranks = join_ranks(timeout_s=120)
     try:
-        config = load_config([], [*SETTINGS, "data.train_batch_size=16", "rollout.n=8"])
+        config = load_config([], [*SETTINGS, "data.train_batch_size=8", "rollout.n=6"])
         models = load_models(config, folder, ranks)
-        batch = make_batch(samples(128, prompts=16))
+        batch = make_batch(samples(48, prompts=8, cap=512))
         result = {"step_s": _step_s(models, batch, config, ranks)}
         if ranks.world_size == 1:
             for name, packing in LAYOUTS.items():

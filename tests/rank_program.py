@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from common.config import Config
@@ -79,6 +82,7 @@ def main(weights: Path, out: Path) -> None:
         families(out / "families", ranks)
         bounded_memory(out / "large", ranks)
         results = {way: _train(weights, _options(way, ranks.world_size), ranks) for way in GRID}
+        one_reduction(weights, ranks)
         skip_alike(weights, ranks)
         save(weights, out, ranks)
         if ranks.first:
@@ -228,6 +232,45 @@ def bounded_memory(folder: Path, ranks: Ranks) -> None:
 
 def _peak_bytes() -> int:
     return 1024 * int(next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x).split()[1])
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if op.namespace == "c10d":
+            self.counts[op._schema.name] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def one_reduction(weights: Path, ranks: Ranks) -> None:
+    """Gradients travel once an update, however many micro-steps it has; by `all_reduce` too between copies."""
+    if ranks.world_size == 1:
+        return
+    for shard_size in (-1, 1) if ranks.world_size < 4 else (-1, 2):
+        config = make_config(*COMMON, *_both(f"{BUDGET}=24"), f"actor.fsdp_config.fsdp_size={shard_size}",
+                             f"trainer.nproc_per_node={ranks.world_size}")  # fmt: skip
+        ranks = arranged(ranks, config)
+        actor = load_models(config, weights, ranks).actor
+        batch = make_batch(make_groups(config, 1))
+        packing = packing_of(actor.module, config.actor, config)
+        micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)
+        assert len(micros) > 2
+
+        def loss(micro: MicroBatch, counts: Counts, module: torch.nn.Module = actor.module) -> tuple[Tensor, dict]:
+            return module(micro)[0].sum(), {}
+
+        with _Collectives() as seen:
+            accumulate(actor.module, micros, loss, Counts(1, 1, 1.0), ranks)
+        counts = seen.counts
+        groups = 3  # two layers and the root
+        assert sum(n for op, n in counts.items() if "reduce_scatter" in op) == groups * (shard_size != 1), counts
+        copies = groups if shard_size != -1 else 0
+        assert sum(n for op, n in counts.items() if "allreduce" in op) == copies + 1, counts  # and the metrics
 
 
 def skip_alike(weights: Path, ranks: Ranks) -> None:
