@@ -242,6 +242,9 @@ class FSDPConfig(Section):
     """Keep the optimizer's state in host memory except during updates."""
     offload_policy: bool = False
     """FSDP2's CPU offload: weights, gradients and optimizer stay in host memory, layers come and go; slow, smallest."""
+    reduce_every_micro_step: bool = False
+    """Sum gradients over ranks in each micro-step instead of once an update: more traffic, but no rank holds a whole
+    gradient (4 bytes per parameter)."""
 
 
 class ActorFSDPConfig(FSDPConfig):

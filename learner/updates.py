@@ -86,7 +86,8 @@ def _updates(
         counts = Counts(num_tokens, int((tokens_of_row[rows] > 0).sum()), config.data.max_response_length)
         packing = packing_of(trainee.module, options, config)
         micros = micro_batches(batch, rows, packing, rank=ranks.data_rank, world_size=ranks.data_size)
-        total, metrics = accumulate(trainee.module, micros, loss, counts, ranks)
+        often = options.fsdp_config.reduce_every_micro_step
+        total, metrics = accumulate(trainee.module, micros, loss, counts, ranks, reduce_often=often)
         failpoint("learner.before_optimizer")
         norm, applied = update(trainee.optimizer, trainee.parameters, loss=total, lr=lr, grad_clip=options.grad_clip)
         if not applied:
@@ -110,17 +111,20 @@ def packing_of(module: nn.Module, options: Trained, config: Config) -> Packing:
 
 
 def accumulate(
-    module: nn.Module, micros: list[MicroBatch], loss: Loss, counts: Counts, ranks: Ranks
-) -> tuple[Tensor, Metrics]:
+    module: nn.Module, micros: list[MicroBatch], loss: Loss, counts: Counts, ranks: Ranks, *,
+    reduce_often: bool = False,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Backward of each micro-batch; (loss, metrics) of them all, over all ranks.
 
     `fully_shard` averages gradients over its mesh, hence the factor: they are to be summed. Ranks that divide
     the same rows compute one loss, each the part of its gradient that is of its own tokens.
+
+    reduce_often: in each micro-step, instead of keeping whole gradients until the last.
     """
     parts: list[Metrics] = []
     for i, micro in enumerate(micros):
         if ranks.world_size > 1:
-            module.set_requires_gradient_sync(i == len(micros) - 1)
+            module.set_requires_gradient_sync(reduce_often or i == len(micros) - 1)
         value, metrics = loss(micro, counts)
         failpoint("learner.forward")
         (value * ranks.world_size).backward()

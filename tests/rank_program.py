@@ -45,30 +45,31 @@ def _both(*options: str) -> tuple[str, ...]:
     return tuple(f"{part}.{o}" for part in ("actor", "critic") for o in options)
 
 
-# micro-batches, rows, activations recomputed, FSDP2's offload, ranks that divide a row, copies of the model:
-# each pair of values of two of them occurs (`test_ranks.py` counts)
+# micro-batches, rows, activations recomputed, FSDP2's offload, ranks that divide a row, copies of the model,
+# gradients reduced in each micro-step: each pair of values of two of them occurs (`test_ranks.py` counts)
 GRID = (
-    ("one", "shared", False, False, 1, 1),
-    ("tight", "packed", True, True, 1, 2),
-    ("count", "padded", True, True, 2, 1),
-    ("tight", "padded", False, False, 2, 2),
-    ("count", "shared", True, False, 2, 2),
-    ("one", "packed", False, True, 2, 1),
-    ("one", "padded", True, False, 1, 2),
-    ("count", "packed", False, False, 1, 2),
-    ("tight", "shared", True, True, 2, 1),
+    ("one", "shared", False, False, 1, 1, False),
+    ("count", "shared", True, True, 2, 2, True),
+    ("tight", "packed", True, False, 1, 2, True),
+    ("tight", "padded", False, True, 2, 1, False),
+    ("count", "padded", False, False, 1, 2, True),
+    ("one", "packed", False, True, 2, 1, True),
+    ("one", "padded", True, True, 1, 2, False),
+    ("count", "packed", True, False, 2, 1, False),
+    ("tight", "shared", True, False, 2, 1, True),
 )
 MICRO = {"one": [f"{BUDGET}=4096"], "tight": [f"{BUDGET}=40"], "count": ["use_dynamic_bsz=false", f"{ROWS}=3"]}
 
 
 def _options(way: tuple, world_size: int) -> tuple[str, ...]:
     """Config of a row of the grid, as far as so many ranks can be divided."""
-    micro, rows, recompute, offload, split, copies = way
+    micro, rows, recompute, offload, split, copies, often = way
     split = {1: 1, 2: split, 3: 1, 4: split * (1 if copies == 1 else split)}[world_size]  # 4 ranks: 1, 2 and 4
     shard = -1 if copies == 1 else max(1, world_size // 2) if world_size != 3 else 1
     return (
         *_both(*MICRO[micro], f"share_prompts={str(rows == 'shared').lower()}"),
         *_both(f"fsdp_config.offload_policy={str(offload).lower()}"),
+        *_both(f"fsdp_config.reduce_every_micro_step={str(often).lower()}"),
         f"model.use_remove_padding={str(rows != 'padded').lower()}",
         f"model.enable_gradient_checkpointing={str(recompute).lower()}",
         f"actor.ulysses_sequence_parallel_size={split}", f"actor.fsdp_config.fsdp_size={shard}",
@@ -158,7 +159,9 @@ def _gradients(trainee: Trainee, options: tuple[str, ...], ranks: Ranks) -> list
 
     packing = packing_of(trainee.module, getattr(config, trainee.name), config)
     micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)
-    accumulate(trainee.module, micros, loss, Counts(int(batch.mask.sum()), len(batch), 1.0), ranks)
+    counts = Counts(int(batch.mask.sum()), len(batch), 1.0)
+    often = trainee.options.fsdp_config.reduce_every_micro_step
+    accumulate(trainee.module, micros, loss, counts, ranks, reduce_often=often)
     gradients = [(name, whole(p.grad)) for name, p in trainee.module.named_parameters()]
     trainee.optimizer.zero_grad()
     return gradients
@@ -248,10 +251,10 @@ class _Collectives(TorchDispatchMode):
 
 
 def one_reduction(weights: Path, ranks: Ranks) -> None:
-    """Gradients travel once an update, however many micro-steps it has; by `all_reduce` too between copies."""
+    """Gradients travel once an update, or once a micro-step if asked; by `all_reduce` too between copies."""
     if ranks.world_size == 1:
         return
-    for shard_size in (-1, 1) if ranks.world_size < 4 else (-1, 2):
+    for shard_size, often in ((-1, False), (-1, True), (1 if ranks.world_size < 4 else 2, False)):
         config = make_config(*COMMON, *_both(f"{BUDGET}=24"), f"actor.fsdp_config.fsdp_size={shard_size}",
                              f"trainer.nproc_per_node={ranks.world_size}")  # fmt: skip
         ranks = arranged(ranks, config)
@@ -265,9 +268,9 @@ def one_reduction(weights: Path, ranks: Ranks) -> None:
             return module(micro)[0].sum(), {}
 
         with _Collectives() as seen:
-            accumulate(actor.module, micros, loss, Counts(1, 1, 1.0), ranks)
+            accumulate(actor.module, micros, loss, Counts(1, 1, 1.0), ranks, reduce_often=often)
         counts = seen.counts
-        groups = 3  # two layers and the root
+        groups = 3 * (len(micros) if often else 1)  # two layers and the root
         assert sum(n for op, n in counts.items() if "reduce_scatter" in op) == groups * (shard_size != 1), counts
         copies = groups if shard_size != -1 else 0
         assert sum(n for op, n in counts.items() if "allreduce" in op) == copies + 1, counts  # and the metrics
