@@ -130,6 +130,23 @@ def test_log_probs_are_those_of_the_plain_model_at_the_samples_temperature(tempe
         assert (row[: len(theirs)] - theirs).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("packing", [Packing(64), PADDED], ids=["packed", "padded"])
+def test_prompts_of_different_lengths_shift_nothing(packing: Packing) -> None:
+    """Prompts of 3 and 5 tokens in one forward: each row as it is on its own."""
+    actor, rng = Actor(tiny_model(6)), np.random.default_rng(7)
+    samples = [
+        make_sample(
+            rng, i, 0, prompt_ids=rng.integers(0, VOCAB, n).astype(np.int32), response_tokens=4,
+            response_ids=rng.integers(0, VOCAB, 4).astype(np.int32),
+        )
+        for i, n in enumerate((3, 5))
+    ]  # fmt: skip
+    together = _logprobs(actor, samples, packing)
+    for row, s in zip(together, samples, strict=True):
+        alone = torch.tensor(logprobs_of(actor.lm, s.prompt_ids.tolist(), s.response_ids.tolist()))
+        assert (row - alone).abs().max() < 1e-5
+
+
 def test_prompts_are_shared_only_where_each_layer_obeys_the_mask() -> None:
     assert may_share_prompts(tiny_model())
     assert not may_share_prompts(tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=1))
