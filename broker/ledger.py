@@ -247,7 +247,8 @@ class Ledger(Book):
             )
         ended = self.data_ended and not self.counts["train"]["leased"]
         num_lost = self._lost.total()
-        if not self._ready and num_lost and (0 < self.rules.max_lost <= num_lost or (ended and not c.step and not self.draining)):
+        in_vain = ended and not c.step and not self.draining
+        if not self._ready and num_lost and (0 < self.rules.max_lost <= num_lost or in_vain):
             reasons = ", ".join(f"{reason} ({num})" for reason, num in self._lost.most_common(4))
             raise NoSignalError(
                 f"{num_lost} attempts in a row gave no group that could be trained: {reasons}. The data, the limits "

@@ -522,10 +522,6 @@ def combination_faults(c: Config) -> list[str]:
         "data.train_files: give exactly one of data.train_files and data.task",
     )
     refuse(
-        c.replay.rollouts is not None and c.trainer.nproc_per_node != 1,
-        f"trainer.nproc_per_node={c.trainer.nproc_per_node}: a replay runs on one rank; set it to 1",
-    )
-    refuse(
         c.model.attn_implementation == "varlen" and c.model.dtype == "float32",
         "model.attn_implementation=varlen: flash attention computes in bfloat16; set model.dtype=bfloat16, or use sdpa",
     )

@@ -51,6 +51,7 @@ class Fleet:
         self._num_begun = 0
         self._size = -1  # that was asked for last
         self._num_lost = 0  # since then: given up, or drained by name; not replaced
+        self._surplus: set[str] = set()  # told to drain because the fleet shrank
 
     def run(self) -> End | None:
         """Until told to stop or all have ended by themselves (None), or until the last has failed: how."""
@@ -67,7 +68,7 @@ class Fleet:
                 if not self._left and self._size > 0:
                     return outcome.end
                 self._role.log.error("%s is given up: %s", outcome.child, outcome.end)
-            elif len(self._left) < self._size:  # else it drained because the fleet shrinks
+            elif outcome.child not in self._surplus:
                 self._num_lost += 1
                 if not self._left and not drains(self._role.control.limit, outcome.child):
                     return None
@@ -94,11 +95,14 @@ class Fleet:
         if wanted != self._size:
             self._size, self._num_lost = wanted, 0
             self._role.log.info("%d generators are wanted here", wanted)
-        staying = [name for name in self._left if not drains(control.limit, name)]
+        going = [name for name in self._left if drains(control.limit, name)]
+        staying = [name for name in self._left if name not in going]
+        going_by_name = [name for name in going if name not in self._surplus]
         for name in staying[wanted:]:
             with contextlib.suppress(ControlError):  # Redis is away: later
                 control.set_limit(drain_key(name), True, self._role.name)
-        for _ in range(wanted - self._num_lost - len(staying)):
+                self._surplus.add(name)
+        for _ in range(wanted - self._num_lost - len(staying) - len(going_by_name)):
             self._begin()
         control.update(state=f"{len(self._left)} of {wanted} generators")
 

@@ -176,6 +176,7 @@ def test_a_fleet_grows_and_shrinks_and_a_drained_generator_is_not_replaced(fleet
     assert fleets.verb("scale", "2") == 0
     assert [e.name for e in fleets.generators(2)] == before  # the youngest go
     assert fleets.verb("drain", "--generator", before[0]) == 0
+    until(lambda: [e.state for e in fleets.control.entries("fleet")] == ["1 of 2 generators"])
     assert [e.name for e in fleets.generators(1)] == before[1:]
     assert fleets.verb("drain", "--generator", before[0]) == 2  # it is gone
     assert fleets.verb("scale", "3") == 0
