@@ -22,8 +22,10 @@ from common.errors import LeewayError
 from common.processes import die_with_parent
 from common.sockets import Mailbox, post
 from common.wire import encode
+from generators.arriving import Arriving
 from generators.member import Member, Swapped
-from generators.staging import Arriving, Layout, Line, Shapes, Staging
+from generators.receiving import Layout, Line, Shapes
+from generators.staging import Staging
 
 
 class Filling:
