@@ -44,7 +44,7 @@ class Staging:
         self._worker = worker
         self._file = Path(shared) if shared and device is None else None
         self._buffer = Buffer(self._file, device or "cpu")
-        self._through_host = device is not None
+        self._on_device = device is not None
         self.layout = Layout(model)
         self._line = Line()
         self._thread: threading.Thread | None = None
@@ -110,15 +110,16 @@ class Staging:
     def _receive(self, group: Group, manifest: Manifest, timeout_s: float) -> int:
         """All buckets, and the digests that were sent; returns the version's own."""
         self._buffer.prepare(manifest)
-        through = torch.empty(manifest.bucket(0).stop if self._through_host else 0, dtype=torch.uint8)
+        through_host = self._on_device and not group.on_device
+        through = torch.empty(manifest.bucket(0).stop if through_host else 0, dtype=torch.uint8)
         filled = Watermark()
         following = _Following(self._buffer, filled, timeout_s)
         try:
             for index in range(manifest.num_buckets):
                 bucket = self._buffer.bucket(index)
-                host = through[: len(bucket)] if self._through_host else bucket
+                host = through[: len(bucket)] if through_host else bucket
                 receive_bucket(group, host, index, manifest)
-                if self._through_host:
+                if through_host:
                     bucket.copy_(host)
                 filled.raise_to(manifest.bucket(index).stop)
         except BaseException:
