@@ -32,6 +32,7 @@ VERL_NAMES = {
     "ref.log_prob_max_token_len_per_gpu": "actor.log_prob_max_token_len_per_gpu",
     "critic.model.path": "critic.model_path",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+    "actor.checkpoint.async_save": "trainer.async_save",
     "trainer.total_training_steps": "run.max_steps",
 }
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -23,7 +23,7 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
     target = learner.run_dir / "hf"
     save_hf(target, learner.models.actor.module, tokenizer, dtype=learner.config.model.dtype, ranks=learner.ranks)
     try:
-        learner.save(wanted=True)
+        learner.save(wanted=True, wait=True)
         if not stopped:
             learner.publish(always=True)
             validation.validate_last(learner)

@@ -140,7 +140,9 @@ def save(weights: Path, out: Path, ranks: Ranks) -> None:
         assert state["digests"] == [weights_digest(t.module) for t in models.trainees()]
         step = state["step"]
     assert _step(models, ranks, step + 1).applied
-    checkpoints.save(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
+    checkpoints.begin(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
+    assert _step(models, ranks, step + 2).applied  # while the checkpoint is written
+    assert checkpoints.finished(wait=True) == checkpoints.folder / f"step_{step + 1}"
 
 
 if __name__ == "__main__":
