@@ -39,6 +39,7 @@ from common.redis_server import start_server as start_server
 
 REFRESH_S = 1.0
 TTL_S = 10
+CALL_S = 10.0
 EVENTS_KEPT = 10_000
 _T = TypeVar("_T")
 Desired = Literal["running", "paused", "draining", "stopped"]
@@ -288,10 +289,16 @@ class Control:
         return self._prefix + name
 
     def _call(self, request: Callable[[redis.Redis], Any]) -> Any:
-        try:
-            return request(self._redis)
-        except redis.RedisError as e:
-            raise ControlError(f"Redis at {self.address}: {_reason(e)}") from e
+        """The answer to a request that may be made twice; made again while Redis is slow or away, for `CALL_S`."""
+        end = time.monotonic() + CALL_S
+        while True:
+            try:
+                return request(self._redis)
+            except redis.RedisError as e:
+                passing = isinstance(e, (redis.ConnectionError, redis.TimeoutError))
+                if not passing or isinstance(e, redis.AuthenticationError) or time.monotonic() >= end:
+                    raise ControlError(f"Redis at {self.address}: {_reason(e)}") from e
+            time.sleep(0.1)
 
     def _connect(self, deadline_s: float, stop: threading.Event | None) -> None:
         end = time.monotonic() + deadline_s

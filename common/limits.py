@@ -27,6 +27,23 @@ def read_changes(items: list[str], config: Config, standing: dict[str, Any]) -> 
     Raises:
         ConfigError: not of that form; no live key; a value that the config would refuse.
     """
+    changes = asked_changes(items)
+    whole = flat(config) | {k: v for k, v in standing.items() if k in LIVE}
+    asked, faults = examine_config([], [*(f"{k}={json.dumps(v)}" for k, v in whole.items() if k not in changes),
+                                        *(f"{k}={v}" for k, v in changes.items())])  # fmt: skip
+    values = flat(asked) if not faults else {}
+    faults += [f"{k}={text}: give a number" for k, text in changes.items() if not faults and values[k] is None]
+    if faults:
+        raise ConfigError(faults)
+    return {k: values[k] for k in changes}
+
+
+def asked_changes(items: list[str]) -> dict[str, str]:
+    """``["staleness.max=3", …]`` as texts by key, before any run is asked.
+
+    Raises:
+        ConfigError: not of that form; no live key.
+    """
     faults, changes = [], {}
     for item in items:
         key, equals, text = item.partition("=")
@@ -37,15 +54,9 @@ def read_changes(items: list[str], config: Config, standing: dict[str, Any]) -> 
             faults.append(f"{key}: cannot be changed while the run goes on; these can: {', '.join(LIVE)}")
         else:
             changes[key] = text
-    if not faults:
-        whole = flat(config) | {k: v for k, v in standing.items() if k in LIVE}
-        asked, faults = examine_config([], [*(f"{k}={json.dumps(v)}" for k, v in whole.items() if k not in changes),
-                                            *(f"{k}={v}" for k, v in changes.items())])  # fmt: skip
-    values = flat(asked) if not faults else {}
-    faults += [f"{k}={text}: give a number" for k, text in changes.items() if not faults and values[k] is None]
     if faults:
         raise ConfigError(faults)
-    return {k: values[k] for k in changes}
+    return changes
 
 
 def number(value: Any, default: float, *, above: float = float("-inf")) -> float:

@@ -122,7 +122,7 @@ class LocalRun:
             verb = "continues" if continued else "starts"
             self.console.note(f"run {self.config.run.id} {verb} in {self.folder}")
             try:
-                for role in ("learner",) if self.config.replay.rollouts else ROLES:
+                for role in self._roles():
                     self.supervisor.add(role, self._starter(role))
                 outcome = self.supervisor.watch(
                     lambda: self._tick(control), lambda child, end: self._finishes(control, child, end)
@@ -135,6 +135,18 @@ class LocalRun:
         return self._report(outcome)
 
     # ------------------------------------------------------------ start
+    def _roles(self) -> tuple[str, ...]:
+        """Those that this run needs here."""
+        if self.config.replay.rollouts:
+            return ("learner",)
+        if self.config.generators.count > 0:
+            return ROLES
+        self.console.note(
+            f"generators.count=0: none is started here; start them with `launch.py generators --run-id "
+            f"{self.config.run.id} --redis-url URL`, the URL is in {self.folder / RUN_FILE}"
+        )
+        return ROLES[:-1]
+
     def _start_redis(self) -> None:
         if self.config.run.redis_url:
             self._url = self.config.run.redis_url

@@ -17,7 +17,7 @@ from rich.table import Table
 from common import wire
 from common.control import Control, Desired, Entry
 from common.errors import ConfigError, ControlError, DeadlineError, LeewayError
-from common.limits import read_changes
+from common.limits import asked_changes, read_changes
 from common.local_run import RUN_FILE
 from common.roles import read_config
 from common.sockets import Dealer
@@ -81,6 +81,7 @@ def set_limits(place: Place, items: list[str]) -> int:
     Raises:
         ConfigError: what cannot be set, with the reason. ControlError: no run there.
     """
+    asked_changes(items)
     control = _connect(place)
     try:
         if not control.entries():

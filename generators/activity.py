@@ -6,12 +6,16 @@ broker knows everything up to the report and nothing beyond.
 
 from __future__ import annotations
 
+MEMORY_S = 2.0
+
 
 class Activity:
     def __init__(self, now: float) -> None:
         self.running = 0  # requests in the engine
         self.tokens = 0  # sampled since the start
         self.samples = 0  # finished since the start
+        self.samples_per_s = 0.0  # finished lately, over about `MEMORY_S`
+        self._samples_before = 0
         self._since = now  # of the last report
         self._busy_since: float | None = None
         self._spans: list[list[float]] = []
@@ -40,6 +44,10 @@ class Activity:
             self._busy_since = spans[-1][1]
         elapsed = now - self._since
         busy = sum(end - start for start, end in spans)
+        if elapsed > 0:
+            rate = (self.samples - self._samples_before) / elapsed
+            self.samples_per_s += (rate - self.samples_per_s) * min(1.0, elapsed / MEMORY_S)
+            self._samples_before = self.samples
         self._since = now
         return spans, {
             "tokens": self.tokens,

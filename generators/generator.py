@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from generators.rewards.scorer import Scorer
 from generators.sampling import LANES, SampleMaker, SamplingEngine
 
 RESEND_S = 5.0  # a sample not acknowledged for so long is sent again
+TURNAROUND_S = 0.15  # from the end of a sample to the next lease, on a busy host
 LAST_ACKS_S = 1.0  # at the end, wait so long for what was sent to be acknowledged
 LONG_WAIT_S = 5.0  # waits longer than this are logged
 
@@ -81,12 +83,13 @@ class Generator:
 
     @property
     def capacity(self) -> int:
-        """Samples it is willing to hold: what the engine runs at once, and some to go on with while the
-        broker stores what has ended and leases again."""
+        """Samples it is willing to hold: what the engine runs at once, and those to go on with while the
+        broker stores what has ended and leases again. More would only grow old in the engine's queue."""
         if self.engine.version < 0 or self._stopping or self._desired() != "running":
             return 0
         seats = self.config.rollout.max_num_seqs
-        return seats + max(self.config.samples_per_group, seats // 4)
+        ends_meanwhile = math.ceil(self.activity.samples_per_s * TURNAROUND_S)
+        return seats + max(self.config.samples_per_group, min(ends_meanwhile, seats))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until ``stop``, or the first error that ends the generator; leases are given back either way."""

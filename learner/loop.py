@@ -239,13 +239,13 @@ class Learner:
         validation.ask_if_due(self)
 
     def save(self, *, wanted: bool = False, wait: bool = False) -> None:
-        """A checkpoint every `trainer.save_freq` steps, and whenever the broker wants one.
+        """A checkpoint once the newest is `trainer.save_freq` steps old, and whenever the broker wants one.
 
         Under `trainer.async_save` training goes on once its tensors are copied, unless `wait`.
         """
         step, freq, asynchronous = self.progress.step, self.config.trainer.save_freq, self.config.trainer.async_save
         self.confirm_saved()
-        if step != self.saved and (wanted or (freq > 0 and step % freq == 0)):
+        if step != self.saved and (wanted or 0 < freq <= step - max(self.saved, 0)):
             self.confirm_saved(wait=True)
             state = self.progress.as_state(time.monotonic() - self.started)
             self.checkpoints.begin(step, self.models, state, copy=asynchronous and not wait)

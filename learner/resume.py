@@ -48,6 +48,7 @@ def resume(learner: Learner, attached: Any, *, begun: str = "") -> None:
         return
     redo_from(learner, path, attached)
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
+    learner.save()  # it may have died in saving these very steps: never is more than one interval redone
 
 
 def resume_from_path(learner: Learner, attached: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config import Config, Trained
+from common.failpoints import failpoint
 from learner.batch import Batch, group_slices
 from learner.correction import loglinear_proximal
 from learner.estimates import Targets, kl_is_on, token_weights
@@ -78,9 +79,11 @@ def train_on_batch(
         packing = packing_of(trainee.module, options)
         micros = micro_batches(batch, rows, packing, rank=ranks.rank, world_size=ranks.world_size)
         total, metrics = accumulate(trainee.module, micros, loss, counts, ranks)
+        failpoint("learner.before_optimizer")
         norm, applied = update(trainee.optimizer, trainee.parameters, loss=total, lr=lr, grad_clip=options.grad_clip)
         if not applied:
             raise NotFinite(trainee.name, partly=bool(done))
+        failpoint("learner.after_optimizer")
         done.append({**metrics, f"{trainee.name}/grad_norm": norm, f"{trainee.name}/lr": torch.tensor(lr)})
     return done
 
@@ -107,7 +110,9 @@ def accumulate(
         if ranks.world_size > 1:
             module.set_requires_gradient_sync(i == len(micros) - 1)
         value, metrics = loss(micro, counts)
+        failpoint("learner.forward")
         (value * ranks.world_size).backward()
+        failpoint("learner.backward")
         parts.append({"loss": value.detach(), **metrics})
     names = list(parts[0])
     sums = ranks.sum(torch.stack([torch.stack([m[k].double() for m in parts]).sum() for k in names])).unbind()

@@ -78,8 +78,18 @@ def test_four_commands_in_any_order(live: LiveRun, order: tuple[int, ...], giver
 
 
 @pytest.mark.timeout(400)
-def test_on_policy_with_a_member_killed_in_mid_transfer(live: LiveRun) -> None:
-    """`staleness.max=0`; the learner is there first; one of two engines dies in a transfer, again and again."""
+@pytest.mark.parametrize(
+    "point",
+    [
+        "staging.bucket:3",
+        *(
+            pytest.param(p, marks=pytest.mark.soak)
+            for p in ("generator.sample_made:20", "worker.stage:2", "worker.load:2", "member.swap:2", "member.held:2")
+        ),
+    ],
+)
+def test_on_policy_with_a_member_killed_in_mid_transfer(live: LiveRun, point: str) -> None:
+    """`staleness.max=0`; the learner is there first; one of two generators dies in its work, by a SIGKILL."""
     config = live.settings(
         "run.max_steps=12", "model.warmup.steps=5", "generators.count=1", "staleness.max=0", "weights.timeout_s=3"
     )
@@ -87,7 +97,7 @@ def test_on_policy_with_a_member_killed_in_mid_transfer(live: LiveRun) -> None:
     live.start("broker")
     until(lambda: "learner" in live.roles(), 60, "the learner is registered")
     live.start("generators", "--name", "steady")
-    live.start("generators", "--name", "fragile", LEEWAY_FAILPOINT="staging.bucket:3:kill")
+    live.start("generators", "--name", "fragile", LEEWAY_FAILPOINT=f"{point}:kill")
     live.wait_for_step(12, within_s=240)
 
     until(lambda: all(p.poll() is not None for p in live.started[:2]), 60, "learner and broker end")

@@ -202,6 +202,14 @@ def test_a_run_from_start_to_end_and_continued(launch):
     assert "actor.optim.lr: 1.0 != 1e-06" in refused.output() and refused.process.returncode == 2
 
 
+def test_generators_may_be_started_elsewhere(launch):
+    run = launch("run.max_steps=3", "generators.count=0")
+    out = run.output()
+    assert run.process.returncode == 0, out
+    assert "generators.count=0: none is started here; start them with `launch.py generators --run-id r" in out
+    assert not (run.folder / "logs" / "generators.out").exists()
+
+
 def test_the_launcher_killed_takes_everything_with_it_and_nothing_listened_outside(launch):
     run = launch()
     until(lambda: run.steps() > 3)
@@ -302,6 +310,8 @@ def test_whoever_is_killed_is_started_again_and_the_verbs_work(launch):
     )  # fmt: skip
     assert any(": staleness.max = 4" in line for line in run.verb("why")[1].splitlines())
     assert run.verb("set", "staleness.max=-1")[0] == 2
+    code, said = run.verb("set", "rollout.n=2")
+    assert code == 2 and "rollout.n: cannot be changed while the run goes on" in said
     until(lambda: run.steps() > paused_at)
 
     refused = Launch(run.tree, run.folder, "run.max_steps=7")

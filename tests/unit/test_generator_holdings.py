@@ -1,5 +1,7 @@
 """What a generator holds, and when it sampled: both without sockets and with a clock of the test's."""
 
+import pytest
+
 from generators.activity import Activity
 from generators.leases import Holdings, Lease
 
@@ -85,3 +87,14 @@ def test_a_clock_that_is_set_back_makes_no_negative_span():
     assert all(a <= b for a, b in spans) and 0 <= stats["idle_ratio"] <= 1
     activity.end(9.5)
     assert all(a <= b for a, b in activity.report(9.6)[0])
+
+
+def test_the_rate_of_finished_samples_follows_slowly_what_single_reports_say():
+    activity = Activity(10.0)
+    activity.samples = 200
+    activity.report(12.0)
+    assert activity.samples_per_s == pytest.approx(100.0)
+    activity.report(12.2)  # a report at once after another says little
+    assert activity.samples_per_s == pytest.approx(90.0)
+    activity.report(14.2)
+    assert activity.samples_per_s == pytest.approx(0.0)
