@@ -112,6 +112,13 @@ class Model(Section):
     """Dtype of the weights as trained and as served."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
+    generators get the merged weights. 0: all weights are trained."""
+    lora_alpha: PositiveInt = 16
+    """Adapters count `lora_alpha / lora_rank` times."""
+    target_modules: str | list[str] = "all-linear"
+    """Linear layers that get an adapter: the ends of their names, a pattern, or `all-linear` (all but the head)."""
     warmup: Warmup = Field(default_factory=Warmup)
     trust_remote_code: bool = False
     """Run code that comes with the model. Taken only from this host's own command line."""

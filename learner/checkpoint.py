@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from common.errors import CheckpointError, DeadlineError
 from common.logs import LOGGER
@@ -90,7 +90,7 @@ class Checkpoints:
         tensors = _tensors(models)
         tensors = self._stage(tensors) if copy else tensors
         at("staged")
-        state = {**state, "kl_coef": models.kl_controller.value}
+        state = {**state, "kl_coef": models.kl_controller.value, "adapters": _adapters(models)}
         self._writing = _Writing(
             step, in_thread(lambda: self._write(step, fresh, tensors, state), name=f"checkpoint-{step}")
         )
@@ -189,6 +189,10 @@ class Checkpoints:
             raise CheckpointError(f"{path}: schema {state.get('schema')}, this program reads {SCHEMA}")
         if state["run"] != self.run_id and not foreign:
             raise CheckpointError(f"{path}: belongs to run {state['run']!r}, not to {self.run_id!r}")
+        if (theirs := state.get("adapters")) != (ours := _adapters(models)):
+            raise CheckpointError(
+                f"{path}: has {theirs or 'no adapters'}, this run has {ours or 'none'} (base: a digest)"
+            )
         tensors = _tensors(models)
         try:
             dcp.load(tensors, checkpoint_id=path)
@@ -197,7 +201,10 @@ class Checkpoints:
             raise CheckpointError(f"{path}: is not of these models ({last})") from e
         for t in models.trainees():
             part = tensors[t.name]
-            set_state_dict(t.module, t.optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"])
+            set_state_dict(
+                t.module, t.optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"],
+                options=StateDictOptions(strict=False),  # what is frozen is not in it
+            )  # fmt: skip
         torch.set_rng_state(tensors["rng"])
         models.kl_controller.value = state["kl_coef"]
         return state
@@ -251,12 +258,20 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path / min(extra)}: does not belong to this checkpoint")
 
 
+def _adapters(models: Models) -> dict[str, Any] | None:
+    """What adapters are made of; they mean nothing beside another base."""
+    if models.lora is None:
+        return None
+    return {"rank": models.lora.r, "alpha": models.lora.lora_alpha, "base": models.base_digest}
+
+
 def _tensors(models: Models) -> dict[str, Any]:
-    """Model and optimizer of each trainee by full names, and the RNG: ranks draw alike, so one state is all."""
+    """What is trained of each model, its optimizer, by full names; the RNG: ranks draw alike, so one state is all."""
     tensors: dict[str, Any] = {"rng": torch.get_rng_state()}
     for t in models.trainees():
         model, optimizer = get_state_dict(t.module, t.optimizer)
-        tensors[t.name] = {"model": model, "optimizer": optimizer}
+        frozen = {name for name, p in t.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        tensors[t.name] = {"model": {n: v for n, v in model.items() if n not in frozen}, "optimizer": optimizer}
     return tensors
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import LeewayError, Stopped
 from learner import validation
 from learner.export import save_hf
+from learner.lora import save_adapter
 
 if TYPE_CHECKING:
     from learner.loop import Learner
@@ -22,6 +23,12 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
     stopped = ended == "stopped"
     target = learner.run_dir / "hf"
     save_hf(target, learner.models.actor.module, tokenizer, dtype=learner.config.model.dtype, ranks=learner.ranks)
+    if learner.models.lora is not None:
+        base = learner.config.model.path or str(learner.run_dir / "model")
+        save_adapter(
+            learner.run_dir / "adapter", learner.models.actor.module.lm, learner.models.lora, base=base,
+            first=learner.ranks.first,
+        )  # fmt: skip
     try:
         learner.save(wanted=True, wait=True)
         if not stopped:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import ConfigError
 from learner.logprobs import at_least_float32, token_logprobs
+from learner.lora import merged_parameters
 from learner.packing import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -247,21 +248,24 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def published_weights(actor: Actor, *, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and whole tensors in the served dtype; a tied head is not listed.
+    """Hugging Face names and whole tensors in the served dtype, adapters merged; a tied head is not listed.
 
     On one rank in float32 these are the parameters themselves: copy them before the next update.
     """
     reshard(actor)
-    for name, p in actor.lm.named_parameters():
-        yield name, whole(p.detach()).to(DTYPES[dtype])
+    for name, tensor in merged_parameters(actor.lm):
+        yield name, tensor.to(DTYPES[dtype])
 
 
 @torch.no_grad()
 def weights_digest(module: nn.Module) -> str:
-    """16 hex digits that change with any bit of the weights: a sum of words, each tensor with its own factor."""
+    """16 hex digits that change with any bit of the weights: a sum of words, each tensor with its own factor.
+
+    Of those that are trained, if only some are.
+    """
     reshard(module)
     total = torch.zeros((), dtype=torch.int64)
-    for i, (_, p) in enumerate(module.named_parameters()):
+    for i, p in enumerate([p for p in module.parameters() if p.requires_grad] or module.parameters()):
         words = whole(p.detach()).contiguous().view(-1).view(torch.int32)
         total += words.sum(dtype=torch.int64).cpu() * (2 * i + 1)
     return f"{int(total) & 0xFFFF_FFFF_FFFF_FFFF:016x}"

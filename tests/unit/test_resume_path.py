@@ -55,8 +55,7 @@ def test_an_older_checkpoint_of_the_run_is_taken_once_and_its_steps_redone(start
     assert sorted(second.writer.lines) == [3, 4, 5], "the steps that were redone"
     second.step()
     third = start("run", feed, named, begun="2")  # restarted: from the newest
-    assert sorted(third.writer.lines) == []
-    assert third.saved == 6
+    assert (sorted(third.writer.lines), third.saved) == ([6], 5)
     with pytest.raises(CheckpointError, match="the ledger has only 1 steps"):
         feed.step_rows, feed.version = feed.step_rows[:1], 1
         start("run", feed, named, begun="3")
