@@ -19,7 +19,7 @@ from learner import models as loading
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
 from learner.loop import Outcome, train_step
-from learner.model import weights_digest, whole
+from learner.model import published_weights, weights_digest, whole
 from learner.models import Models, load_models
 from learner.packing import MicroBatch, micro_batches
 from learner.ranks import Ranks, join_ranks, leave_ranks
@@ -54,8 +54,10 @@ def main(weights: Path, out: Path) -> None:
         results = {way: _train(weights, options, ranks) for way, options in WAYS.items()}
         skip_alike(weights, ranks)
         save(weights, out, ranks)
+        adapters = train_adapters(weights, ranks)
         if ranks.first:
             torch.save(results, out / f"{ranks.world_size}.pt")
+            torch.save(adapters, out / f"{ranks.world_size}.adapters.pt")
     finally:
         leave_ranks()
 
@@ -143,6 +145,15 @@ def save(weights: Path, out: Path, ranks: Ranks) -> None:
     checkpoints.begin(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
     assert _step(models, ranks, step + 2).applied  # while the checkpoint is written
     assert checkpoints.finished(wait=True) == checkpoints.folder / f"step_{step + 1}"
+
+
+def train_adapters(weights: Path, ranks: Ranks) -> dict[str, Tensor]:
+    """Two steps with LoRA (KL against the base, which is the model without adapters): the merged weights."""
+    options = ("model.lora_rank=4", "actor.optim.eps=1e-3", "actor.use_kl_loss=true", "actor.optim.lr=1e-2")
+    models = load_models(make_config(*COMMON, *options), weights, ranks)
+    for step in (1, 2):
+        assert _step(models, ranks, step, *options).applied
+    return {name: t.clone() for name, t in published_weights(models.actor.module, dtype="float32")}
 
 
 if __name__ == "__main__":

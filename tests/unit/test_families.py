@@ -47,9 +47,14 @@ def _write(folder: Path, kind: str, **changes: object) -> Path:
     return folder
 
 
+def write_family(folder: Path, family: str) -> Path:
+    """A folder with a random model of `FAMILIES`."""
+    return _write(folder, family.split()[0], **FAMILIES[family])
+
+
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[[str], Path]:
-    return lambda family: _write(tmp_path / "model", family.split()[0], **FAMILIES[family])
+    return lambda family: write_family(tmp_path / "model", family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
