@@ -4,9 +4,12 @@ launch.py run CONFIG.yaml [more.yaml …] [a.b=c …]     everything on this hos
 launch.py broker|learner|generators …                 one role alone, in any order
 launch.py status|why|pause|resume|stop [RUN_DIR]      talk to a run
 launch.py set [RUN_DIR] a.b=c …                       change a run that goes on
+launch.py scale [RUN_DIR] N                           have so many generators, while it goes on
+launch.py drain [RUN_DIR] [--generator NAME]          finish the work under way and end: the run, or one generator
 launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
 launch.py export RUN_DIR OUT.parquet                  write them to a file
 launch.py replay RUN_DIR|FILE [CONFIG.yaml] [a.b=c …] train on recorded rollouts, without generators
+launch.py rollback RUN_DIR STEP                       a stopped run goes back to a checkpoint
 launch.py config [CONFIG.yaml …] [a.b=c …]            check or print a config
 """
 
@@ -39,8 +42,11 @@ _SENTENCES = {
     "pause": "hand out no more work until `resume`",
     "resume": "go on after `pause`",
     "set": "change what can be changed of a run that goes on",
+    "scale": "have so many generators in a fleet, while the run goes on",
+    "drain": "hand out no more work, train what is under way, and end; or let one generator finish and end",
     "stop": "end a run; the learner saves first",
     "replay": "train on recorded rollouts, without broker and generators",
+    "rollback": "have a run that is stopped go back to one of its checkpoints",
     "config": "check a config, or print it whole",
     "export": "write a run's samples to a parquet file, with tokens, text, rewards, versions and fate",
     "samples": "show a run's samples and what became of them, by an SQL condition",
@@ -109,11 +115,22 @@ def _parser() -> argparse.ArgumentParser:
     made = verb("set", _set, epilog="keys: " + ", ".join(LIVE))
     made.add_argument("config", nargs="+", metavar="RUN_DIR | a.b=c", help="the run (default: the newest), new values")
     _add_place(made)
+    made = verb("scale", _scale)
+    made.add_argument("config", nargs="+", metavar="[RUN_DIR] N", help="the run (default: the newest), generators")
+    made.add_argument("--fleet", metavar="NAME", help="which, if there are several; `launch.py status` lists them")
+    _add_place(made)
+    made = verb("drain", _drain)
+    made.add_argument("folder", nargs="?", metavar="RUN_DIR", help="default: the newest under runs/")
+    made.add_argument("--generator", metavar="NAME", help="only this one; `launch.py status` lists them")
+    _add_place(made)
     _add_samples(verb("samples", _records))
     made = verb("export", _records)
     _add_record(made)
     made.add_argument("out", metavar="OUT.parquet", help="docs/rollouts.md describes it")
     made.add_argument("--no-text", action="store_true", help="tokens only; needs no tokenizer")
+    made = verb("rollback", _rollback)
+    made.add_argument("folder", metavar="RUN_DIR", help="the run's folder")
+    made.add_argument("step", metavar="STEP", nargs="?", help="of the checkpoint; without it, they are listed")
     return parser
 
 
@@ -232,6 +249,23 @@ def _set(args: argparse.Namespace) -> int:
     return verbs.set_limits(verbs.find_run(folders[0] if folders else None, args.redis_url, args.run_id), items)
 
 
+def _scale(args: argparse.Namespace) -> int:
+    from common import verbs
+
+    *folders, size = args.config
+    if len(folders) > 1 or not size.isdecimal():
+        raise ConfigError("give one RUN_DIR (or none) and a number of generators, e.g. launch.py scale runs/r 4")
+    place = verbs.find_run(folders[0] if folders else None, args.redis_url, args.run_id)
+    return verbs.scale(place, int(size), args.fleet)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from common import verbs
+
+    place = verbs.find_run(args.folder, args.redis_url, args.run_id)
+    return verbs.drain(place, args.generator) if args.generator else verbs.set_desired(place, "draining")
+
+
 def _records(args: argparse.Namespace) -> int:
     """Become the program that reads a run's record."""
     ours = ("verb", "do", "folder", "out")
@@ -241,6 +275,13 @@ def _records(args: argparse.Namespace) -> int:
     from common.local_run import become
 
     return become("generators.records", [args.verb, *places, *flags])
+
+
+def _rollback(args: argparse.Namespace) -> int:
+    """Become the broker's program for it."""
+    from common.local_run import become
+
+    return become("broker.rollback", [args.folder, *([args.step] if args.step else [])])
 
 
 def _talk(args: argparse.Namespace) -> int:

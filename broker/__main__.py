@@ -3,12 +3,14 @@
 
 from broker.server import Server, open_router, open_service
 from broker.service import Service
+from common.preflight import save_config_if_new
 from common.roles import Role, end_process, run_role
 
 
 def main(role: Role) -> None:
     """Until the run is stopped."""
     service = open_service(role.config, role.control, role.run_dir, begun=role.begun, log=role.log)
+    save_config_if_new(role.config, role.run_dir)
     router = open_router(service)
     try:
         counters = service.ledger.counters

@@ -43,7 +43,8 @@ class Book:
         self.drops: dict[str, Drops] = {}
         self.validations: dict[int, Validation] = {}
         self.attached: tuple[str, str] | None = None
-        self.checkpoint = -1
+        self.checkpoints: list[int] = []  # steps of the valid ones that can be gone back to, ascending
+        self.abandoned: list[tuple[int, int]] = []  # (first, last) step that rollbacks gave up, ascending, disjoint
         self.untrained_bytes = 0  # payloads of the groups that are open
         self.cancels: list[Cancel] = []  # to be told to generators; the caller empties it
         self._pending: dict[Lane, list[Key]] = {lane: [] for lane in LANES}  # heaps: the oldest prompt first
@@ -71,6 +72,11 @@ class Book:
         return self.claims[0] if self.claims else None
 
     @property
+    def checkpoint(self) -> int:
+        """Step of the newest valid checkpoint; -1: none."""
+        return self.checkpoints[-1] if self.checkpoints else -1
+
+    @property
     def issued(self) -> int:
         return sum(self.counts["train"].values())
 
@@ -84,7 +90,8 @@ class Book:
             counts={lane: {s: n for s, n in self.counts[lane].items() if n} for lane in LANES},
             drops=self.drops,
             attached=self.attached,
-            checkpoint=self.checkpoint,
+            checkpoints=list(self.checkpoints),
+            abandoned=list(self.abandoned),
         )
 
     # ------------------------------------------------------------ moves
@@ -176,7 +183,7 @@ class Book:
         self._changes = Changes(counters=self.counters)
         self.claims = list(snapshot.claims)
         self.attached = snapshot.attached
-        self.checkpoint = snapshot.checkpoint
+        self.checkpoints, self.abandoned = list(snapshot.checkpoints), list(snapshot.abandoned)
         self.drops = dict(snapshot.drops)
         self.counts = {lane: Counter(snapshot.counts[lane]) for lane in LANES}
         self.validations = {v.step: v for v in snapshot.validations}

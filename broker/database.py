@@ -18,6 +18,10 @@ PAGE_BYTES = 16384
 LOG_BYTES = 32 << 20  # the write-ahead log is carried over into the file once it is so large
 
 
+class HeldError(LedgerError):
+    """Another process has the ledger."""
+
+
 class Database:
     """An open ledger file and its lock."""
 
@@ -120,7 +124,7 @@ def _lock(path: Path) -> int:
     except OSError:
         owner = os.read(handle, 100).decode(errors="replace").strip()
         os.close(handle)
-        raise LedgerError(
+        raise HeldError(
             f"{path}: another broker (pid {owner or 'unknown'}) has this ledger; end it first, or use another run.dir"
         ) from None
     os.truncate(handle, 0)

@@ -49,6 +49,7 @@ class GeneratorDesk:
     def turn(self, now: float) -> None:
         """Leases that ended, generators that are gone, groups to hand out."""
         ledger = self._s.ledger
+        ledger.draining = self._s.directory.desired() == "draining"
         ledger.expire(now)
         if now >= self._look_at:
             self._look_at = now + 1.0

@@ -85,7 +85,7 @@ class LearnerDesk:
         c = s.ledger.counters
         s.send(
             peer, "attached", id=id, epoch=epoch, version=c.version, step=c.step, floor=c.floor,
-            checkpoint=s.ledger.checkpoint,
+            checkpoint=s.ledger.checkpoint, abandoned=[list(run) for run in s.ledger.abandoned],
         )  # fmt: skip
 
     def _claim(self, peer: bytes, *, id: int, epoch: int, step: int, version: int, num_groups: int) -> None:

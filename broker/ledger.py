@@ -16,6 +16,7 @@ Time is passed in, in seconds of any clock that does not go back. Training attem
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,12 +32,15 @@ class Ledger(Book):
     def __init__(self, rules: Rules, *, limit: int, snapshot: Snapshot | None = None, now: float = 0.0) -> None:
         """See ``Book``; the limit may be another one than when the snapshot was taken."""
         super().__init__(rules, limit=limit, snapshot=snapshot, now=now)
+        self.draining = False  # told to hand out nothing more: what is out comes in, is trained, and that is all
         self._drop_doomed()
 
     # ------------------------------------------------------------ what a caller may ask
     @property
     def data_ended(self) -> bool:
         """Nothing is left to lease, now or later, unless a lease fails."""
+        if self.draining:
+            return True
         rules, counters = self.rules, self.counters
         fresh = rules.num_prompts is None or counters.next_prompt < rules.num_prompts
         return not fresh and not self.counts["train"]["pending"]
@@ -243,7 +247,8 @@ class Ledger(Book):
             )
         ended = self.data_ended and not self.counts["train"]["leased"]
         num_lost = self._lost.total()
-        if not self._ready and num_lost and (0 < self.rules.max_lost <= num_lost or (ended and not c.step)):
+        in_vain = ended and not c.step and not self.draining
+        if not self._ready and num_lost and (0 < self.rules.max_lost <= num_lost or in_vain):
             reasons = ", ".join(f"{reason} ({num})" for reason, num in self._lost.most_common(4))
             raise NoSignalError(
                 f"{num_lost} attempts in a row gave no group that could be trained: {reasons}. The data, the limits "
@@ -339,8 +344,53 @@ class Ledger(Book):
         self.fence(epoch)
         if step > self.counters.step:
             raise LedgerError(f"checkpoint of step {step} refused: step {self.counters.step} was the last acknowledged")
-        self.checkpoint = max(self.checkpoint, step)
+        if any(first <= step <= last for first, last in self.abandoned):
+            raise LedgerError(f"checkpoint of step {step} refused: a rollback gave that step up")
+        if step not in self.checkpoints:
+            insort(self.checkpoints, step)
         self._changes.checkpoints.append((step, epoch, path))
+
+    def roll_back(self, to: int, *, who: str, at: float) -> int:
+        """Give up every step after the checkpoint of ``to``; the version from which the run goes on.
+
+        Versions and steps never go down: the rollback raises v by one and takes a step number of its own.
+        Everything outstanding is dropped, its prompts are tried again; nothing sampled by an older version
+        is taken from now on, and the learner that holds the weights given up has lost its epoch.
+
+        Args:
+            to: step of a valid checkpoint; 0: the first.
+            who: decided it. at: Unix seconds.
+
+        Raises:
+            LedgerError: there is no such checkpoint, or an earlier rollback gave it up.
+        """
+        if to not in self.checkpoints:
+            there = ", ".join(map(str, self.checkpoints)) or "none"
+            raise LedgerError(f"rollback to step {to} refused: its checkpoint is not valid; valid are: {there}")
+        c = self.counters
+        c.step, c.version, c.epoch = c.step + 1, c.version + 1, c.epoch + 1
+        c.floor, c.epoch_start, self.attached = c.version, c.step, ("rollback", who)
+        self._changes.epochs.append((c.epoch, *self.attached))
+        self._changes.steps.append(
+            Step(
+                step=c.step, epoch=c.epoch, version=c.version - 1, limit=0, applied=False, reason="rollback",
+                settings={}, digest="", keys=(), payload_bytes=0, optimizer_span=(at, at), restored=to,
+            )
+        )  # fmt: skip
+        self.abandoned = [(first, last) for first, last in self.abandoned if first <= to]
+        if to < c.step - 1:
+            self.abandoned.append((to + 1, c.step - 1))
+        self.checkpoints = [step for step in self.checkpoints if step <= to]
+        self.claims.clear()
+        self._num_filtered, self._waits = 0, None
+        self._lost.clear()
+        self._pending["eval"].clear()
+        for attempt in list(self.live.values()):
+            if attempt.lane == "eval":
+                self._drop(attempt, "rolled_back", retry=False)
+            elif attempt.state != "pending" or attempt.samples:
+                self._drop(attempt, "rolled_back", retry=True, counted=False)
+        return c.version
 
     def set_limit(self, limit: int) -> None:
         """Another η, for the leases and claims from now on."""

@@ -109,7 +109,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One acknowledged step."""
+    """One acknowledged step, or a rollback, which takes a number of its own."""
 
     step: int
     epoch: int
@@ -122,6 +122,7 @@ class Step:
     keys: tuple[Key, ...]
     payload_bytes: int
     optimizer_span: tuple[float, float]  # Unix seconds
+    restored: int | None = None  # a rollback, to the checkpoint of this step: nothing was trained
 
 
 @dataclass(slots=True)
@@ -196,4 +197,5 @@ class Snapshot:
     counts: dict[Lane, dict[State, int]]
     drops: dict[str, Drops]
     attached: tuple[str, str] | None  # (name, incarnation) of the learner of the current epoch
-    checkpoint: int  # step of the newest valid checkpoint; -1: none
+    checkpoints: list[int]  # steps of the valid checkpoints that no rollback gave up, ascending
+    abandoned: list[tuple[int, int]]  # (first, last) step of each run of steps that rollbacks gave up, ascending

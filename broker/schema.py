@@ -2,7 +2,7 @@
 
 from common.archive import ROLLOUTS
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 -- The ledger of a run (SQLite). Plain SQL may read it at any time: sqlite3 RUN_DIR/ledger.sqlite
@@ -55,13 +55,13 @@ CREATE TABLE claims (
     short INTEGER NOT NULL, group_keys TEXT NOT NULL -- [[grp, attempt], …] in order
 );
 
--- One row for each acknowledged step.
+-- One row for each acknowledged step, and for each rollback.
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY,
     epoch INTEGER NOT NULL,
     version INTEGER NOT NULL,       -- at which it was trained
     staleness_limit INTEGER NOT NULL, -- in force at its claim
-    applied INTEGER NOT NULL,       -- 0: skipped
+    applied INTEGER NOT NULL,       -- 0: skipped, or a rollback
     reason TEXT NOT NULL,
     settings TEXT NOT NULL,         -- JSON
     digest TEXT NOT NULL,           -- of the weights after it
@@ -69,10 +69,13 @@ CREATE TABLE steps (
     optimizer_start REAL NOT NULL,  -- Unix seconds
     optimizer_end REAL NOT NULL,
     payload_bytes INTEGER NOT NULL, -- of its samples
-    payloads_kept INTEGER NOT NULL  -- 0: removed to save space
+    payloads_kept INTEGER NOT NULL, -- 0: removed to save space
+    restored INTEGER,               -- of a rollback: step of the checkpoint that it went back to
+    abandoned INTEGER NOT NULL      -- 0, else step of the rollback that gave this one up
 );
+CREATE INDEX steps_abandoned ON steps (step) WHERE abandoned;
 
--- One row for each learner process that took the run.
+-- One row for each learner process that took the run, and for each rollback.
 CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, name TEXT NOT NULL, incarnation TEXT NOT NULL);
 
 -- Checkpoints that became valid.

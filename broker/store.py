@@ -51,6 +51,7 @@ _PUT_ATTEMPT = (
     f"INSERT INTO attempts ({_ATTEMPT_COLUMNS}) VALUES ({','.join('?' * 13)}) ON CONFLICT DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _MUTABLE)
 )
+_VALID = "SELECT DISTINCT step FROM checkpoints WHERE step NOT IN (SELECT step FROM steps WHERE abandoned)"
 _NUM_BYTES = "SELECT COALESCE(SUM(LENGTH(data)), 0) FROM payloads WHERE id BETWEEN ? AND ?"
 
 
@@ -144,11 +145,17 @@ class Store:
 
     def _write_step(self, s: Step) -> None:
         self._db.execute(
-            "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
             (s.step, s.epoch, s.version, s.limit, s.applied, s.reason, json.dumps(s.settings), s.digest,
-             json.dumps(s.keys), *s.optimizer_span, s.payload_bytes, 1),
+             json.dumps(s.keys), *s.optimizer_span, s.payload_bytes, 1, s.restored),
         )  # fmt: skip
         self.redo_bytes += s.payload_bytes
+        if s.restored is not None:
+            self._db.execute(
+                "UPDATE steps SET abandoned = ? WHERE step > ? AND step < ? AND NOT abandoned",
+                (s.step, s.restored, s.step),
+            )
+            self.redo_bytes = self._sum_redo_bytes()
 
     def _write_claims(self, claims: tuple[Claim, ...]) -> None:
         if claims == self._claims:
@@ -199,7 +206,6 @@ class Store:
             counters = Counters(**self._read_counters())
             self._check_sums(counters)
             attached = self._one("SELECT name, incarnation FROM epochs ORDER BY epoch DESC LIMIT 1", ())
-            checkpoint = self._one("SELECT MAX(step) FROM checkpoints", ())[0]
             return Snapshot(
                 counters=counters,
                 live=self._read_live(),
@@ -208,7 +214,8 @@ class Store:
                 counts=self._read_counts(),
                 drops=self._read_drops(),
                 attached=attached,
-                checkpoint=-1 if checkpoint is None else checkpoint,
+                checkpoints=[step for (step,) in self._db.execute(f"{_VALID} ORDER BY step")],
+                abandoned=self._read_abandoned(),
             )
 
     def payloads(self, keys: Iterable[tuple[int, int, int]]) -> list[bytes | None]:
@@ -230,16 +237,17 @@ class Store:
         return all(found.get(index) == header["crc"] for index, header in attempt.samples.items())
 
     def step_after(self, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-        """The next acknowledged step, ``{step, epoch, version, limit, applied, reason, settings, digest}``, and
-        its groups in order, ``[{group, attempt, samples: [header]}]`` (none if it was skipped)."""
+        """The next step that no rollback gave up, ``{step, epoch, version, limit, applied, reason, settings,
+        digest, restored}``, and its groups in order, ``[{group, attempt, samples: [header]}]`` (none if nothing
+        was trained)."""
         row = self._one(
-            "SELECT step, epoch, version, staleness_limit, applied, reason, settings, digest, group_keys "
-            "FROM steps WHERE step > ? ORDER BY step LIMIT 1",
+            "SELECT step, epoch, version, staleness_limit, applied, reason, settings, digest, restored, group_keys "
+            "FROM steps WHERE step > ? AND NOT abandoned ORDER BY step LIMIT 1",
             (step,),
         )
         if row is None:
             return None
-        names = ("step", "epoch", "version", "limit", "applied", "reason", "settings", "digest")
+        names = ("step", "epoch", "version", "limit", "applied", "reason", "settings", "digest", "restored")
         found = dict(zip(names, row, strict=False))
         found["applied"], found["settings"] = bool(found["applied"]), json.loads(found["settings"])
         return found, [self._group(key) for key in _keys(row[-1])] if found["applied"] else []
@@ -296,13 +304,24 @@ class Store:
         return {name: value for name in _COUNTERS if (value := self.get(name)) is not None}
 
     def _check_sums(self, counters: Counters) -> None:
-        last, applied = self._one("SELECT COALESCE(MAX(step), 0), COALESCE(SUM(applied), 0) FROM steps", ())
-        if (last, applied) != (counters.step, counters.version):
-            raise sqlite3.DatabaseError(f"{applied} steps applied, the last is {last}, but counted {counters}")
+        raised = "COALESCE(SUM(applied), 0) + COUNT(restored)"  # by a step, by a rollback
+        last, version = self._one(f"SELECT COALESCE(MAX(step), 0), {raised} FROM steps", ())
+        if (last, version) != (counters.step, counters.version):
+            raise sqlite3.DatabaseError(f"the steps make version {version}, the last is {last}, but counted {counters}")
 
     def _sum_redo_bytes(self) -> int:
-        after = "(SELECT COALESCE(MAX(step), -1) FROM checkpoints)"
-        return int(self._one(f"SELECT COALESCE(SUM(payload_bytes), 0) FROM steps WHERE step > {after}", ())[0])
+        needed = f"step > (SELECT COALESCE(MAX(step), -1) FROM ({_VALID})) AND NOT abandoned"
+        return int(self._one(f"SELECT COALESCE(SUM(payload_bytes), 0) FROM steps WHERE {needed}", ())[0])
+
+    def _read_abandoned(self) -> list[tuple[int, int]]:
+        """Runs of steps that follow each other; a later rollback may have given up more around an earlier one."""
+        runs: list[tuple[int, int]] = []
+        for (step,) in self._db.execute("SELECT step FROM steps WHERE abandoned ORDER BY step"):
+            if runs and runs[-1][1] == step - 1:
+                runs[-1] = runs[-1][0], step
+            else:
+                runs.append((step, step))
+        return runs
 
     def _one(self, sql: str, parameters: Sequence[Any]) -> Any:
         return self._db.execute(sql, parameters).fetchone()

@@ -18,13 +18,14 @@ from urllib.parse import quote
 from common.errors import ConfigError, LedgerError
 
 LEDGER = "ledger.sqlite"
-READABLE = (1, 2)  # schema versions
+READABLE = (1, 2, 3)  # schema versions
 Key = tuple[int, int]  # (group, attempt)
 
 # The view that a condition (`--where`) is about: one row for each committed sample, with its fate.
 ROLLOUTS = """
 SELECT s.grp, s.attempt, s.idx,
        a.lane, a.prompt, a.size, a.state, a.reason, a.step, t.version AS trained_at,
+       COALESCE(t.abandoned, 0) AS abandoned,
        s.reward, s.num_tokens, s.num_live_tokens, s.truncated, s.fault,
        s.oldest, s.newest, t.version - s.oldest AS staleness, s.generator, a.held, s.spans,
        EXISTS (SELECT 1 FROM payloads p WHERE p.id = (s.grp << 28) | (s.attempt << 16) | s.idx) AS kept,
@@ -76,7 +77,8 @@ class Archive:
             (version,) = self._db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()
             if json.loads(version) not in READABLE:
                 raise LedgerError(f"{self.path}: schema version {version}, this Leeway reads {READABLE[-1]}")
-            self._db.execute(f"CREATE TEMP VIEW rollouts AS {ROLLOUTS}")  # a ledger of earlier times has none
+            view = ROLLOUTS if json.loads(version) > 2 else ROLLOUTS.replace("COALESCE(t.abandoned, 0)", "0")
+            self._db.execute(f"CREATE TEMP VIEW rollouts AS {view}")  # a ledger of earlier times has none
             self._db.execute("PRAGMA query_only=1")
 
     def close(self) -> None:

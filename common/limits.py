@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from common.config import Config
@@ -19,6 +20,8 @@ OF_A_STEP = (
 # Generators, the next sample.
 TEMPERATURE = "rollout.temperature"
 LIVE = (STALENESS, *OF_A_STEP, TEMPERATURE)
+
+Lookup = Callable[[str], Any]  # ``Control.limit``
 
 
 def read_changes(items: list[str], config: Config, standing: dict[str, Any]) -> dict[str, Any]:
@@ -63,3 +66,22 @@ def number(value: Any, default: float, *, above: float = float("-inf")) -> float
     """A live limit as a finite number above ``above``; else ``default``."""
     sound = isinstance(value, (int, float)) and not isinstance(value, bool) and above < value < float("inf")
     return float(value) if sound else default
+
+
+# ---------------------------------------------------------------- how many generators, and who is to go
+def size_key(fleet: str) -> str:
+    return f"generators.count@{fleet}"
+
+
+def size_of_fleet(limit: Lookup, fleet: str, default: int) -> int:
+    """How many generators a fleet is to have."""
+    return int(number(limit(size_key(fleet)), default, above=-1))
+
+
+def drain_key(generator: str) -> str:
+    return f"generators.drain@{generator}"
+
+
+def drains(limit: Lookup, generator: str) -> bool:
+    """Whether a generator is to finish its leases and end."""
+    return limit(drain_key(generator)) is True

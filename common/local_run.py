@@ -17,8 +17,6 @@ import uuid
 from pathlib import Path
 from types import FrameType
 
-import yaml
-
 from common import logs, preflight
 from common.config import HOST_KEYS, Config
 from common.console import make_console
@@ -102,7 +100,7 @@ class LocalRun:
         continued = preflight.is_continued(self.folder)
         (self.folder / "logs").mkdir(exist_ok=True)
         self._log_to_file()
-        self._save_config()
+        preflight.save_config(self.config, self.folder)
         self._handle_signals()
         try:
             return self._execute(continued)
@@ -122,7 +120,7 @@ class LocalRun:
             verb = "continues" if continued else "starts"
             self.console.note(f"run {self.config.run.id} {verb} in {self.folder}")
             try:
-                for role in self._roles():
+                for role in ("learner",) if self.config.replay.rollouts else ROLES:
                     self.supervisor.add(role, self._starter(role))
                 outcome = self.supervisor.watch(
                     lambda: self._tick(control), lambda child, end: self._finishes(control, child, end)
@@ -135,18 +133,6 @@ class LocalRun:
         return self._report(outcome)
 
     # ------------------------------------------------------------ start
-    def _roles(self) -> tuple[str, ...]:
-        """Those that this run needs here."""
-        if self.config.replay.rollouts:
-            return ("learner",)
-        if self.config.generators.count > 0:
-            return ROLES
-        self.console.note(
-            f"generators.count=0: none is started here; start them with `launch.py generators --run-id "
-            f"{self.config.run.id} --redis-url URL`, the URL is in {self.folder / RUN_FILE}"
-        )
-        return ROLES[:-1]
-
     def _start_redis(self) -> None:
         if self.config.run.redis_url:
             self._url = self.config.run.redis_url
@@ -178,12 +164,6 @@ class LocalRun:
 
     def _remove_rendezvous(self) -> None:
         shutil.rmtree(self.folder / "rendezvous", ignore_errors=True)
-
-    def _save_config(self) -> None:
-        tree = self.config.model_dump(mode="json")
-        tree["run"]["redis_url"] = None  # may hold a password
-        path = self.folder / preflight.CONFIG_FILE
-        path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
     def _write_run_file(self) -> None:
         """``run.json``, readable by its owner only: where a verb finds the run."""

@@ -15,6 +15,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "training/epoch": ("1", "Passes over the prompts that were begun (by leases, ahead of training)."),
     "training/version": ("versions", "v: training steps applied, plus one per rollback."),
     "training/skipped_steps": ("steps", "Steps skipped so far because a loss or gradient was not finite."),
+    "training/rolled_back_to": ("steps", "On the line of a rollback: step of the checkpoint that it went back to."),
     "training/skipped": ("1", "1 if this step was skipped."),
     "training/samples_trained": ("samples", "Samples trained so far."),
     "training/tokens_trained": ("tokens", "Response tokens with loss weight so far."),

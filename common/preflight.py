@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from common.archive import LEDGER, is_ledger, ledger_path
-from common.config import Config
+from common.config import HOST_KEYS, Config
 from common.data import open_rows
 from common.errors import ConfigError
 from common.loading import differences, examine_config, load_config
@@ -246,6 +246,27 @@ def _earlier_run(config: Config, folder: Path) -> Iterator[str]:
     if changed:
         yield f"run.dir={folder}: has a run of another config (here != there); choose another run.dir"
         yield from (f"  {d}" for d in changed)
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Leave in the run's folder what continuing it, replaying it and going back in it need."""
+    tree = config.model_dump(mode="json")
+    tree["run"]["redis_url"] = None  # may hold a password
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    fresh = folder / f"{CONFIG_FILE}.tmp"
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(folder / CONFIG_FILE)
+
+
+def save_config_if_new(config: Config, folder: Path) -> None:
+    """For a role that may have been started alone: a launcher's file also has what never travels through Redis."""
+    try:
+        standing = Config.model_validate(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError):
+        standing = None
+    own = (*HOST_KEYS, "run.redis_url")  # of each host
+    if standing is None or any(not d.startswith(own) for d in differences(config, standing)):
+        save_config(config, folder)
 
 
 def is_continued(folder: Path) -> bool:

@@ -18,6 +18,7 @@ class Summary:
     ended: str = ""  # why: "max_steps reached", "goal reached", "stopped", "the data ended"; "" while it runs
     step: int = 0  # rows of `steps`
     version: int = 0
+    steps_given_up: int = 0  # of these, by rollbacks, which are counted too
     score_first: float | None = None  # mean of the first / last `score_window` steps
     score_last: float | None = None
     score_window: int = 20
@@ -53,6 +54,8 @@ class Summary:
     def paragraph(self, run_dir: Path | str, *, width: int = 100) -> str:
         """One paragraph for people."""
         parts = [f"{self._head()}."]
+        if self.steps_given_up:
+            parts.append(f"Rollbacks gave up {self.steps_given_up} of the steps.")
         if self.score_first is not None and self.score_last is not None:
             parts.append(
                 f"Mean score {self.score_first:.3f} → {self.score_last:.3f} (first and last {self.score_window} steps)."

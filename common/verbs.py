@@ -1,12 +1,14 @@
-"""The verbs that talk to a run: status, why, pause, resume, stop, set."""
+"""The verbs that talk to a run: status, why, pause, resume, stop, drain, scale, set."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from rich.table import Table
 from common import wire
 from common.control import Control, Desired, Entry
 from common.errors import ConfigError, ControlError, DeadlineError, LeewayError
-from common.limits import asked_changes, read_changes
+from common.limits import asked_changes, drain_key, read_changes, size_key
 from common.local_run import RUN_FILE
 from common.roles import read_config
 from common.sockets import Dealer
@@ -64,13 +66,8 @@ def _newest() -> Path:
 
 def set_desired(place: Place, state: Desired) -> int:
     """Raises ControlError when the run's Redis does not answer."""
-    control = _connect(place)
-    try:
-        if not control.entries():
-            raise ControlError(f"run {place.run_id}: no process of it is running")
+    with _running(place) as control:
         control.set_desired(state, _who())
-    finally:
-        control.close()
     print(f"run {place.run_id}: {state}")
     return 0
 
@@ -82,20 +79,51 @@ def set_limits(place: Place, items: list[str]) -> int:
         ConfigError: what cannot be set, with the reason. ControlError: no run there.
     """
     asked_changes(items)
-    control = _connect(place)
-    try:
-        if not control.entries():
-            raise ControlError(f"run {place.run_id}: no process of it is running")
+    with _running(place) as control:
         config, _ = read_config(control.wait_for_config(deadline_s=_CONNECT_S))
         standing = control.limits()
         changes = read_changes(items, config, standing)
         for key, value in changes.items():
             control.set_limit(key, value, _who())
-    finally:
-        control.close()
     for key, value in changes.items():
         print(f"run {place.run_id}: {key} = {value}")
     return 0
+
+
+def scale(place: Place, size: int, fleet: str | None) -> int:
+    """Have a fleet (the only one, if none is named) run ``size`` generators; the youngest drain where there are more.
+
+    Raises:
+        ConfigError: no such fleet, or not said which. ControlError: no run there.
+    """
+    with _running(place) as control:
+        name = _one_of("fleet", fleet, [e.name for e in control.entries("fleet")], "start one: launch.py generators")
+        control.set_limit(size_key(name), size, _who())
+    print(f"run {place.run_id}: {name} is to have {size} generators")
+    return 0
+
+
+def drain(place: Place, generator: str) -> int:
+    """Have one generator finish its leases and end; its fleet starts no other in its place.
+
+    Raises:
+        ConfigError: no such generator. ControlError: no run there.
+    """
+    with _running(place) as control:
+        name = _one_of("generator", generator, [e.name for e in control.entries("generator")], "see launch.py status")
+        control.set_limit(drain_key(name), True, _who())
+    print(f"run {place.run_id}: {name} drains")
+    return 0
+
+
+def _one_of(kind: str, asked: str | None, there: list[str], remedy: str) -> str:
+    if asked in there:
+        return asked
+    if asked is None and len(there) == 1:
+        return there[0]
+    names = ", ".join(sorted(there)) or f"none; {remedy}"
+    wrong = f"--{kind}: which one?" if asked is None else f"--{kind} {asked}: there is none of that name"
+    raise ConfigError(f"{wrong} There are: {names}")
 
 
 def _who() -> str:
@@ -145,6 +173,18 @@ def why(place: Place) -> int:
     for at, who, what in events:
         print(f"  {time.strftime('%H:%M:%S', time.localtime(at))} {who}: {what}")
     return 0
+
+
+@contextlib.contextmanager
+def _running(place: Place) -> Iterator[Control]:
+    """The control of a run that has processes. Raises ControlError if it has none."""
+    control = _connect(place)
+    try:
+        if not control.entries():
+            raise ControlError(f"run {place.run_id}: no process of it is running")
+        yield control
+    finally:
+        control.close()
 
 
 def _connect(place: Place) -> Control:

@@ -82,7 +82,10 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # anybody may ask, without `attach`
     "status": {"id": int},
     # broker -> learner
-    "attached": {"id": int, "epoch": int, "version": int, "step": int, "floor": int, "checkpoint": int},
+    # `abandoned`: [first, last] of each run of steps that a rollback gave up
+    "attached": {
+        "id": int, "epoch": int, "version": int, "step": int, "floor": int, "checkpoint": int, "abandoned": list,
+    },
     # why a claim has to wait, about once a second
     "waiting": {"id": int, "reason": str},
     # payloads: the groups in order, each [{group, attempt, samples: [sample header fields]}, …] (`pack`);
@@ -93,8 +96,9 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     "samples": {"id": int, "keys": list},
     "stepped": {"id": int, "version": int, "checkpoint_wanted": bool, "stats": dict},
     "done": {"id": int},
-    # payloads: the next acknowledged step {step, epoch, version, limit, applied, reason, settings, digest}
-    # (`pack`), then its groups as in `claimed` (none if it was skipped); no payload: there is none
+    # payloads: the next acknowledged step {step, epoch, version, limit, applied, reason, settings, digest,
+    # restored} (`pack`), then its groups as in `claimed` (none if nothing was trained); no payload: there is none;
+    # `restored`: null, or it is a rollback to the checkpoint of this step
     "step_row": {"id": int},
     # `asked`: steps; `results`: [{step, version, score, num_samples, num_dropped}], complete ones only
     "validation_results": {"id": int, "asked": list, "results": list},

@@ -1,23 +1,30 @@
-"""This host's generators: one process each, started again when they die, ended with this one."""
+"""This host's generators: one process each, started again when they die, ended with this one.
+
+How many there are to be is said by ``generators.count``, and later by ``launch.py scale``; who is to go
+finishes its leases first.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
 from signal import SIGTERM
 
-from common.errors import LeewayError
+from common.errors import ControlError, LeewayError
+from common.limits import drain_key, drains, size_of_fleet
 from common.processes import spawn
 from common.roles import Role
 from common.supervise import Child, End, Start, Supervisor
 
 
 def run_fleet(role: Role, argv: list[str], *, module: str = "generators.loop") -> None:
-    """Run ``generators.count`` generators until told to stop, or until none is left.
+    """Run this fleet's generators until told to stop, or until every one has failed.
 
-    Consumes the ends of its children and the registry (to know who has begun its work). A generator
-    that cannot start is not tried again; one that worked and died is, up to ``run.max_restarts``.
+    Consumes the ends of its children and the registry (to know who has begun its work), the size the
+    fleet is to have, who is to drain. A generator that cannot start is not tried again; one that worked
+    and died is, up to ``run.max_restarts``.
 
     Args:
         argv: the arguments of this process; each child gets them with a name of its own.
@@ -25,21 +32,97 @@ def run_fleet(role: Role, argv: list[str], *, module: str = "generators.loop") -
     Raises:
         LeewayError: every generator failed; its text and exit code are those of the last.
     """
-    count = role.config.generators.count
-    names = [f"{role.name}-{k}" for k in range(count)]
-    fleet = Supervisor(role.run_dir / "logs", role.config.run.max_restarts)
-    if not names:
-        role.log.info("generators.count=0: no generator to start here")
+    fleet = Fleet(role, [sys.executable, "-m", module, *argv])
     try:
-        for name in names:
-            fleet.add(name, _start([sys.executable, "-m", module, *argv, "--name", name]))
-        failure = _watch(role, fleet, set(names))
+        failure = fleet.run()
     finally:
-        _end(role, fleet, names)
+        fleet.end()
     if failure is not None:
         error = LeewayError(failure.own_error or str(failure))
         error.exit_code = failure.own_exit_code
         raise error
+
+
+class Fleet:
+    def __init__(self, role: Role, command: list[str]) -> None:
+        self._role, self._command = role, command
+        self._supervisor = Supervisor(role.run_dir / "logs", role.config.run.max_restarts)
+        self._left: list[str] = []  # the generators that run, or are started again
+        self._num_begun = 0
+        self._size = -1  # that was asked for last
+        self._num_lost = 0  # since then: given up, or drained by name; not replaced
+        self._surplus: set[str] = set()  # told to drain because the fleet shrank
+
+    def run(self) -> End | None:
+        """Until told to stop or all have ended by themselves (None), or until the last has failed: how."""
+        self._role.control.register("fleet", self._role.name)
+        self._adapt()
+        while True:
+            outcome = self._supervisor.watch(self._tick, finishes=lambda _, end: end.returncode == 0)
+            if outcome.child is None:
+                return None
+            self._left.remove(outcome.child)
+            del self._supervisor.children[outcome.child]
+            if outcome.gave_up:
+                self._num_lost += 1
+                if not self._left and self._size > 0:
+                    return outcome.end
+                self._role.log.error("%s is given up: %s", outcome.child, outcome.end)
+            elif outcome.child not in self._surplus:
+                self._num_lost += 1
+                if not self._left and not drains(self._role.control.limit, outcome.child):
+                    return None
+
+    def end(self) -> None:
+        """Ask all to end, and kill who has not within the time that this process itself has, or nearly."""
+        patience_s = 0.8 * self._role.config.run.stop_timeout_s
+        self._supervisor.signal(SIGTERM)
+        if not self._supervisor.wait_for_end(self._left, time.monotonic() + patience_s, tick=lambda: True):
+            self._role.log.warning("generators still there after %.0f s are killed", patience_s)
+        self._supervisor.kill_all()
+
+    def _tick(self) -> bool:
+        for child in self._supervisor.children.values():
+            child.ready = child.ready or self._works(child)
+        if not self._role.stop.is_set():
+            self._adapt()
+        return not self._role.stop.is_set()
+
+    def _adapt(self) -> None:
+        """Start who is missing; have the youngest drain where there are too many."""
+        control = self._role.control
+        wanted = size_of_fleet(control.limit, self._role.name, self._role.config.generators.count)
+        if wanted != self._size:
+            self._size, self._num_lost = wanted, 0
+            self._role.log.info("%d generators are wanted here", wanted)
+        going = [name for name in self._left if drains(control.limit, name)]
+        staying = [name for name in self._left if name not in going]
+        going_by_name = [name for name in going if name not in self._surplus]
+        for name in staying[wanted:]:
+            with contextlib.suppress(ControlError):  # Redis is away: later
+                control.set_limit(drain_key(name), True, self._role.name)
+                self._surplus.add(name)
+        for _ in range(wanted - self._num_lost - len(staying) - len(going_by_name)):
+            self._begin()
+        control.update(state=f"{len(self._left)} of {wanted} generators")
+
+    def _begin(self) -> None:
+        """One more, under a name that no drained one had."""
+        while drains(self._role.control.limit, name := f"{self._role.name}-{self._num_begun}"):
+            self._num_begun += 1
+        self._num_begun += 1
+        self._left.append(name)
+        self._supervisor.add(name, _start([*self._command, "--name", name]))
+
+    def _works(self, child: Child) -> bool:
+        """The registry says that this very process has begun its work."""
+        entry = self._role.control.entry(child.name)
+        return (
+            entry is not None
+            and child.process is not None
+            and entry.pid == child.process.pid
+            and entry.fields.get("ready") == "1"
+        )
 
 
 def _start(argv: list[str]) -> Start:
@@ -49,44 +132,3 @@ def _start(argv: list[str]) -> Start:
         return spawn(argv, env=env)
 
     return start
-
-
-def _watch(role: Role, fleet: Supervisor, left: set[str]) -> End | None:
-    """Until told to stop (None), or until no child is left: how the last one failed, if it did."""
-
-    def tick() -> bool:
-        for child in fleet.children.values():
-            child.ready = child.ready or _works(role, child)
-        return not role.stop.is_set()
-
-    failure = None
-    while left:
-        outcome = fleet.watch(tick, finishes=lambda _, end: end.returncode == 0)
-        if outcome.child is None:
-            return None
-        left.discard(outcome.child)
-        if outcome.gave_up:
-            failure = outcome.end
-            if left:
-                role.log.error("%s is given up: %s", outcome.child, outcome.end)
-    return failure
-
-
-def _works(role: Role, child: Child) -> bool:
-    """The registry says that this very process has begun its work."""
-    entry = role.control.entry(child.name)
-    return (
-        entry is not None
-        and child.process is not None
-        and entry.pid == child.process.pid
-        and entry.fields.get("ready") == "1"
-    )
-
-
-def _end(role: Role, fleet: Supervisor, names: list[str]) -> None:
-    """Ask all to end, and kill who has not within the time that this process itself has, or nearly."""
-    fleet.signal(SIGTERM)
-    deadline = time.monotonic() + 0.8 * role.config.run.stop_timeout_s
-    if not fleet.wait_for_end(names, deadline, tick=lambda: True):
-        role.log.warning("generators still there after %.0f s are killed", 0.8 * role.config.run.stop_timeout_s)
-    fleet.kill_all()

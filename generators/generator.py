@@ -19,6 +19,7 @@ from typing import Any
 from common.config import Config
 from common.errors import EngineError, RequestCancelled, WireError
 from common.failpoints import failpoint
+from common.limits import drains
 from common.wire import encode, unpack
 from generators.activity import Activity
 from generators.environments import Environment, RowError
@@ -63,11 +64,12 @@ class Generator:
         self._environment, self._scorer = environment, scorer
         self.activity = Activity(time.time())
         self._maker = SampleMaker(name, config, engine, environment, scorer, self.activity, limit)
-        self._desired, self._on_state = desired, on_state
+        self._desired, self._on_state, self._limit = desired, on_state, limit
         self.holdings = Holdings()
         self._tasks: dict[tuple[int, int], set[asyncio.Task[None]]] = {}  # by lease
         self._beat = asyncio.Event()
         self._all_acked = asyncio.Event()
+        self._drained = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._told_to_wait = ""
         self._row_faults: set[str] = set()  # reasons that were logged
@@ -85,18 +87,24 @@ class Generator:
     def capacity(self) -> int:
         """Samples it is willing to hold: what the engine runs at once, and those to go on with while the
         broker stores what has ended and leases again. More would only grow old in the engine's queue."""
-        if self.engine.version < 0 or self._stopping or self._desired() != "running":
+        if self.engine.version < 0 or self._stopping or self._desired() != "running" or self.drains:
             return 0
         seats = self.config.rollout.max_num_seqs
         ends_meanwhile = math.ceil(self.activity.samples_per_s * TURNAROUND_S)
         return seats + max(self.config.samples_per_group, min(ends_meanwhile, seats))
 
+    @property
+    def drains(self) -> bool:
+        """Told to finish what it has and to end."""
+        return drains(self._limit, self.name)
+
     async def run(self, stop: asyncio.Event) -> None:
-        """Until ``stop``, or the first error that ends the generator; leases are given back either way."""
+        """Until ``stop``, drained, or the first error; leases are given back in any case."""
         line = asyncio.create_task(self.link.run(), name="broker-link")
         beats = asyncio.create_task(self._beat_for_ever(), name="heartbeats")
         stopped = asyncio.create_task(stop.wait(), name="stop")
-        parts: list[asyncio.Future[Any]] = [line, beats, self._failed, stopped]
+        drained = asyncio.create_task(self._drained.wait(), name="drained")
+        parts: list[asyncio.Future[Any]] = [line, beats, self._failed, stopped, drained]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in parts:
@@ -104,9 +112,9 @@ class Generator:
                     part.result()
         finally:
             await self._say_goodbye()
-            for task in (line, beats, stopped):
+            for task in (line, beats, stopped, drained):
                 task.cancel()
-            await asyncio.wait([line, beats, stopped])
+            await asyncio.wait([line, beats, stopped, drained])
             if self._failed.done():
                 self._failed.exception()  # seen, should another part have failed first
             self.link.close(linger_s=LAST_ACKS_S)
@@ -209,6 +217,8 @@ class Generator:
             self._send_heartbeat()
             self._say_state()
             self._look_at_engine(time.monotonic())
+            if self.drains and not self.holdings.leases and not self.holdings.num_unacked:
+                self._drained.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._beat.wait(), self.config.rollout.heartbeat_s)
 
@@ -249,6 +259,8 @@ class Generator:
             return "the first weights of the learner"
         if self._desired() != "running":
             return f"the run, which is {self._desired()}"
+        if self.drains:
+            return f"{len(self.holdings.leases)} leases to finish: it drains"
         if not self.holdings.leases:
             return f"leases of the broker: {self._told_to_wait or 'none sent yet'}"
         return None

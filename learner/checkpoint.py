@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,6 +63,7 @@ class Checkpoints:
         self._writing: _Writing | None = None
         self._stage = Stager()
         self._group: dist.ProcessGroup | None = None  # its own: training's collectives go on beside it
+        self.abandoned: Sequence[tuple[int, int]] = ()  # (first, last) step that rollbacks gave up: never loaded again
 
     def save(self, step: int, models: Models, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `step`; it is there when this returns. Older ones beyond `keep` are removed.
@@ -157,7 +159,7 @@ class Checkpoints:
 
     def _latest(self, at_most: int | None) -> Path | None:
         for step in reversed(self.steps()):
-            if at_most is not None and step > at_most:
+            if (at_most is not None and step > at_most) or self.is_given_up(step):
                 continue
             path = self.folder / f"step_{step}"
             try:
@@ -210,11 +212,13 @@ class Checkpoints:
         return state
 
     def _remove_old(self, *, newest: int) -> None:
-        """Keep the newest `keep` up to the one just written, which is known to be valid.
+        """Keep the newest `keep` up to the one just written, which is known to be valid; none that was given up.
 
         One that goes is renamed first: a crash meanwhile leaves nothing that looks like a damaged checkpoint.
         """
-        for step in [s for s in self.steps() if s < newest][: -(self.keep - 1) or None]:
+        older = [s for s in self.steps() if s < newest]
+        kept = [s for s in reversed(older) if not self.is_given_up(s)][: self.keep - 1]
+        for step in sorted(set(older) - set(kept)):
             path = self.folder / f"step_{step}"
             gone = beside(path, "new")  # what `tidy` removes
             shutil.rmtree(gone, ignore_errors=True)
@@ -222,6 +226,9 @@ class Checkpoints:
             at("retired")
             shutil.rmtree(gone, ignore_errors=True)
             at("removed")
+
+    def is_given_up(self, step: int) -> bool:
+        return any(first <= step <= last for first, last in self.abandoned)
 
 
 def _result(writing: _Writing) -> None:

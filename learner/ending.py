@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
     """Leave everything as the user wants to find it.
 
-    ended: why, as it stands in the summary; after "stopped" nothing is waited for, and the folder
+    ended: why, as it stands in the summary; after "stopped" or "drained" nothing is waited for, and the folder
     comes first, since time is short.
     """
     stopped = ended == "stopped"
@@ -31,7 +31,7 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
         )  # fmt: skip
     try:
         learner.save(wanted=True, wait=True)
-        if not stopped:
+        if ended not in ("stopped", "drained"):  # nobody samples any more
             learner.publish(always=True)
             validation.validate_last(learner)
     except Stopped as e:

@@ -32,6 +32,7 @@ class Attached:
     step: int  # last acknowledged step
     floor: int
     checkpoint: int  # step of the newest valid checkpoint; -1: none
+    abandoned: tuple[tuple[int, int], ...] = ()  # (first, last) step of each run that a rollback gave up
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class StepRow:
     settings: dict[str, Any]
     digest: str
     claim: Claim
+    restored: int | None = None  # it is a rollback, to the checkpoint of this step
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Feed:
     def attach(self) -> Attached:
         """Take the run; learners before this one are fenced off from now on."""
         _, f, _ = self._ask("attach", run=self._run_id, name=self._name, incarnation=self._incarnation)
-        attached = Attached(f["epoch"], f["version"], f["step"], f["floor"], f["checkpoint"])
+        abandoned = tuple((first, last) for first, last in f["abandoned"])
+        attached = Attached(f["epoch"], f["version"], f["step"], f["floor"], f["checkpoint"], abandoned)
         self.epoch = attached.epoch
         return attached
 
@@ -186,7 +189,7 @@ class Feed:
             rows.append(
                 StepRow(
                     step=m["step"], epoch=m["epoch"], version=m["version"], applied=m["applied"], reason=m["reason"],
-                    settings=m["settings"], digest=m["digest"], claim=claim,
+                    settings=m["settings"], digest=m["digest"], claim=claim, restored=m["restored"],
                 )
             )  # fmt: skip
 

@@ -74,7 +74,8 @@ class Learner:
                 if goal is not None and mean is not None and mean > goal:
                     return "goal reached"
                 if not self.step():
-                    return "the data ended"
+                    draining = self.ranks.share(lambda: self.control.desired() == "draining")
+                    return "drained" if draining else "the data ended"
         except Stopped:
             return "stopped"
         finally:

@@ -17,6 +17,8 @@ class Progress:
     tokens_trained: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    rolled_back_at: int = -1  # step of the newest rollback
+    given_up: int = 0  # steps that rollbacks gave up, and these themselves
     staleness_max: int | None = None
     first_scores: list[float] = field(default_factory=list)  # of the first `window` steps
     last_scores: list[float] = field(default_factory=list)  # of the last
@@ -46,6 +48,13 @@ class Progress:
         self.skipped += 1
         self.skipped_in_a_row += 1
 
+    def count_rollback(self, step: int, version: int) -> None:
+        """The row of a rollback to here, `step`: the weights as they are become `version`."""
+        self.given_up += step - self.step
+        self.step = self.rolled_back_at = step
+        self.version = version
+        self.skipped_in_a_row = 0
+
     def count_publication(self) -> None:
         """The version as it is now was published; again after a restart, it counts once."""
         if self.version > self.newest_published:
@@ -72,6 +81,7 @@ class Progress:
         return Summary(
             ended=ended,
             step=self.step,
+            steps_given_up=self.given_up,
             version=self.version,
             score_first=_mean(self.first_scores),
             score_last=_mean(self.last_scores),

@@ -1,7 +1,8 @@
 """From the ledger and the last checkpoint to the weights of the version that stands.
 
 A learner that comes back loads its last checkpoint and redoes the acknowledged steps beyond it from
-their rows: same batches, order and settings. A redone step acknowledges and publishes nothing.
+their rows: same batches, order and settings. A redone step acknowledges and publishes nothing. Steps that
+a rollback gave up are passed over; the rollback itself makes the weights it found another version.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from learner.checkpoint import step_of
 from learner.files import replace_file
 from learner.model import weights_digest
 from learner.progress import Progress
-from learner.report import Clock
+from learner.report import Clock, progress_metrics
 
 if TYPE_CHECKING:
     from learner.loop import Learner
@@ -28,7 +29,7 @@ RESUMED = "resumed.json"  # in the folder of checkpoints: which beginning of the
 def resume(learner: Learner, attached: Any, *, begun: str = "") -> None:
     """Bring models and progress to the last acknowledged step; the first start makes checkpoint 0.
 
-    attached: what the broker said (`step`: last acknowledged, `version`).
+    attached: what the broker said (`step`: last acknowledged, `version`, `abandoned`).
     begun: which beginning of the run this is; a restart in it does not resume from a named path again.
 
     Raises:
@@ -36,6 +37,7 @@ def resume(learner: Learner, attached: Any, *, begun: str = "") -> None:
             not end at the ledger's version; `trainer.resume_from_path` cannot be resumed from.
     """
     learner.checkpoints.tidy()
+    learner.checkpoints.abandoned = attached.abandoned
     if learner.config.trainer.resume_mode == "resume_path" and not _has_resumed(learner, begun):
         resume_from_path(learner, attached)
         mark = learner.checkpoints.folder / RESUMED
@@ -48,7 +50,9 @@ def resume(learner: Learner, attached: Any, *, begun: str = "") -> None:
         return
     redo_from(learner, path, attached)
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
-    learner.save()  # it may have died in saving these very steps: never is more than one interval redone
+    # It may have died in saving these very steps: never is more than one interval redone. After a rollback a crash
+    # shall find it, whatever becomes of the checkpoint gone back to.
+    learner.save(wanted=learner.progress.step == learner.progress.rolled_back_at)
 
 
 def resume_from_path(learner: Learner, attached: Any) -> None:
@@ -60,6 +64,8 @@ def resume_from_path(learner: Learner, attached: Any) -> None:
     if path.parent == learner.checkpoints.folder.resolve():
         if step_of(path) > attached.step:
             raise CheckpointError(f"trainer.resume_from_path={path}: the ledger has only {attached.step} steps")
+        if learner.checkpoints.is_given_up(step_of(path)):
+            raise CheckpointError(f"trainer.resume_from_path={path}: a rollback has given it up; name another one")
         redo_from(learner, path, attached)
     elif attached.step > 0:
         raise CheckpointError(
@@ -136,6 +142,12 @@ def replay(learner: Learner, path: Any) -> tuple[Progress, int]:
         progress.count_publication()  # the first start publishes right after its checkpoint
     loaded = progress.step
     for row in learner.feed.rows(after=loaded):
+        if row.restored == progress.step:
+            learner.log.warning("step %d: rolled back to the checkpoint of step %d", row.step, row.restored)
+            progress.count_rollback(row.step, row.version + 1)
+            values = progress_metrics(progress, learner.config) | {"training/rolled_back_to": row.restored}
+            learner.writer.write(row.step, values)
+            continue
         if row.step != progress.step + 1:
             raise CheckpointError(f"{path}: the ledger has no row of step {progress.step + 1}, so it cannot be redone")
         if row.applied:

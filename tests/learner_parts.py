@@ -103,7 +103,9 @@ class SimulatedRow:
     applied: bool
     settings: dict[str, float]
     digest: str
-    claim: SimulatedClaim
+    claim: SimulatedClaim | None
+    restored: int | None = None
+    version: int = 0
 
 
 @dataclass
@@ -113,6 +115,7 @@ class SimulatedAttached:
     epoch: int = 1
     floor: int = 0
     checkpoint: int = -1
+    abandoned: tuple[tuple[int, int], ...] = ()
 
 
 class SimulatedFeed:
@@ -122,6 +125,7 @@ class SimulatedFeed:
         self.samples, self.limit = samples, limit
         self.version = 0
         self.step_rows: list[SimulatedRow] = []
+        self.abandoned: tuple[tuple[int, int], ...] = ()
         self.returned: list[tuple[int, str]] = []
         self.checkpoints: list[int] = []
         self.stop = threading.Event()
@@ -129,7 +133,7 @@ class SimulatedFeed:
         self._claims: dict[int, SimulatedClaim | None] = {}
 
     def attach(self) -> SimulatedAttached:
-        return SimulatedAttached(self.version, len(self.step_rows))
+        return SimulatedAttached(self.version, len(self.step_rows), abandoned=self.abandoned)
 
     def claim(self, *, step: int, version: int, num_groups: int, on_wait: Any = None) -> SimulatedClaim | None:
         ahead = step - len(self.step_rows) - 1
@@ -161,12 +165,21 @@ class SimulatedFeed:
         self.version += applied
         return SimulatedStepped(self.version)
 
+    def roll_back(self, to: int) -> None:
+        """What the ledger does when somebody decides it."""
+        step = len(self.step_rows) + 1
+        self.abandoned += ((to + 1, step - 1),)
+        self.step_rows.append(SimulatedRow(step, False, {}, "", None, restored=to, version=self.version))
+        self.version += 1
+        self._claims.clear()
+
     def give_back(self, *, step: int, reason: str) -> None:
         self.returned.append((step, reason))
         self._claims.clear()
 
     def rows(self, *, after: int) -> list[SimulatedRow]:
-        return self.step_rows[after:]
+        given_up = {step for first, last in self.abandoned for step in range(first, last + 1)}
+        return [row for row in self.step_rows[after:] if row.step not in given_up]
 
     def checkpoint_valid(self, *, step: int, path: str) -> None:
         self.checkpoints.append(step)

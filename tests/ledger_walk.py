@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from broker.records import Claim, Rules
 from broker.store import NewSample, Store
-from common.errors import FencedError
+from common.errors import FencedError, LedgerError
 
 B, N = 3, 3
 GENERATORS = ("a", "b", "c")
@@ -40,7 +40,9 @@ class Walk:
         self.num_learners = 0
         self.epoch = 0
         self.steps: list[tuple[int, Claim, bool]] = []  # acknowledged and committed
-        self.trained: dict[int, int] = {}  # group -> step
+        self.trained: dict[int, int] = {}  # group -> step, in the history that survives
+        self.given_up: dict[int, int] = {}  # group -> step, in what rollbacks gave up
+        self.num_rollbacks = 0
         self.stored: set[tuple[int, int, int]] = set()  # committed samples
         self._samples: list[NewSample] = []
         self._acknowledged: list[tuple[int, Claim, bool]] = []
@@ -54,7 +56,8 @@ class Walk:
         "duplicate",
         "stray", "fault", "progress", "give_back", "forget", "expire", "update", "update", "claim", "claim",
         "claim", "claim",
-        "acknowledge", "acknowledge", "skip", "give_batch_back", "attach", "old_epoch", "set_limit", "stop", "commit",
+        "acknowledge", "acknowledge", "skip", "give_batch_back", "attach", "checkpoint", "roll_back",
+        "old_epoch", "set_limit", "stop", "commit",
         "commit", "crash",
     )  # fmt: skip
 
@@ -71,6 +74,7 @@ class Walk:
         before = self.ledger.outstanding
         attempt = self.ledger.lease(g, "1", held, self.now)
         if attempt is not None:
+            assert held >= self.ledger.counters.floor, "leased to weights from before a rollback"
             charge = held
             if attempt.sound and self.rules.policy != "mask":
                 charge = min(held, *(h["oldest"] for h in attempt.sound))
@@ -101,7 +105,12 @@ class Walk:
         }
 
     def _deliver(self, generator, header):
-        verdict = self.ledger.commit(generator, header, self.now, 1)
+        try:
+            verdict = self.ledger.commit(generator, header, self.now, 1)
+        except LedgerError:
+            assert header["oldest"] < self.ledger.counters.floor
+            assert self.ledger.give_back(generator, (header["group"], header["attempt"]), "bad_version", retry=True)
+            return "refused"
         if verdict == "stored":
             key = (header["group"], header["attempt"], header["index"])
             assert key not in self.stored and key not in {_key(s) for s in self._samples}, "stored twice"
@@ -113,7 +122,7 @@ class Walk:
         if attempt is not None:
             missing = [i for i in range(N) if i not in attempt.samples]
             header = self._header(attempt, missing[self.pick(len(missing))])
-            assert self._deliver(attempt.generator, header) == "stored"
+            assert self._deliver(attempt.generator, header) in ("stored", "refused")
 
     def finish(self):
         attempt = self._some_lease()
@@ -151,7 +160,9 @@ class Walk:
         attempt = self._some_lease()
         if attempt is not None:
             missing = [i for i in range(N) if i not in attempt.samples]
-            self._deliver(attempt.generator, self._header(attempt, missing[0], fault="reward_error", reward=None))
+            header = self._header(attempt, missing[0], fault="reward_error", reward=None)
+            if self._deliver(attempt.generator, header) == "refused":
+                return
             num_faulty = sum(h["fault"] is not None for h in attempt.samples.values())
             assert (attempt.state == "dropped") == (num_faulty > N - 2 or attempt.reason in ("stale", "no_signal"))
 
@@ -188,12 +199,11 @@ class Walk:
         self.epoch = self.ledger.attach("learner", str(self.num_learners))
         assert self.ledger.claimed is None
 
-    def old_epoch(self):
+    def old_epoch(self, epoch=None):
+        epoch = self.epoch - 1 if epoch is None else epoch
         for call in (self.ledger.claim, self.ledger.acknowledge):
             try:
-                call(self.epoch - 1, 1, version=0, num_groups=B) if call == self.ledger.claim else call(
-                    self.epoch - 1, 1, applied=True
-                )
+                call(epoch, 1, version=0, num_groups=B) if call == self.ledger.claim else call(epoch, 1, applied=True)
             except FencedError:
                 continue
             raise AssertionError("an old epoch was served")
@@ -220,7 +230,9 @@ class Walk:
             assert len(sound) >= 2, "trained too small a group"
             assert len({h["reward"] for h in sound}) == 2 or not self.rules.filter_groups, "trained without signal"
             assert claim.version - self.counts_from(self.ledger.live[key]) <= claim.limit, "trained too old"
-            assert key[0] not in self.trained, "trained twice"
+            assert key[0] not in self.trained and key[0] not in self.given_up, "trained twice"
+            floor = self.ledger.counters.floor
+            assert min(h["oldest"] for h in sound) >= floor, "trained what was sampled before a rollback"
         before = self.ledger.counters.version
         for _ in range(1 + self.pick(2)):  # now and then the answer is lost and it is asked again
             self.ledger.acknowledge(self.epoch, claim.step, applied=applied)
@@ -238,6 +250,37 @@ class Walk:
             i = self.pick(len(self.ledger.claims))
             assert self.ledger.return_claim(self.epoch, self.ledger.claims[i].step)
             assert len(self.ledger.claims) == i, "a batch after the one returned is still claimed"
+
+    def checkpoint(self):
+        self.ledger.checkpoint_valid(self.epoch, self.ledger.counters.step, "c")
+
+    def roll_back(self):
+        """A person's decision, in a transaction of its own; now and then killed before it is committed."""
+        if self.pick(6) or not self.ledger.checkpoints:
+            return
+        self.commit()
+        before, ledger = replace(self.ledger.counters), self.ledger
+        to = ledger.checkpoints[self.pick(len(ledger.checkpoints))]
+        kept = {a.prompt for a in ledger.live.values() if a.lane == "train"}
+        version = ledger.roll_back(to, who="somebody", at=1.0)
+        c = ledger.counters
+        assert version == c.version == c.floor == before.version + 1 and c.step == before.step + 1
+        assert {a.state for a in ledger.live.values()} <= {"pending"} and not ledger.claims, "outstanding"
+        assert not any(a.samples for a in ledger.live.values()), "kept what was sampled before"
+        assert {a.prompt for a in ledger.live.values()} == kept, "a prompt is lost"
+        assert ledger.checkpoint == to
+        self.old_epoch(self.epoch)
+        if self.store is not None and self.pick(3) == 0:
+            self._restart()
+            return
+        self.num_rollbacks += 1
+        self.steps.append((c.step, Claim(c.epoch, c.step, before.version, 0, False, ()), False))
+        self.given_up |= {group: step for group, step in self.trained.items() if step > to}
+        self.trained = {group: step for group, step in self.trained.items() if step <= to}
+        self.commit()
+        if self.store is not None:
+            assert self.store.step_after(to)[0]["step"] == c.step, "a step given up would be redone"
+        self.attach()
 
     def set_limit(self):
         self.ledger.set_limit(self.pick(3))
@@ -262,8 +305,10 @@ class Walk:
 
     def crash(self):
         """What was not committed is gone; nobody was told of it."""
-        if self.store is None or self.pick(3):
-            return
+        if self.store is not None and self.pick(3) == 0:
+            self._restart()
+
+    def _restart(self):
         self.ledger = self.ledger_class(
             self.rules, limit=self.ledger.limit, snapshot=self.store.snapshot(), now=self.now
         )
@@ -287,7 +332,7 @@ class Walk:
         counts = ledger.counts["train"]
         assert all(counts[s] == live[s] for s in ("pending", "leased", "ready", "claimed")), "counts are wrong"
         assert min(counts.values(), default=0) >= 0 and ledger.issued == sum(counts.values())
-        assert counts["trained"] == len(self.trained), "trained groups are miscounted"
+        assert counts["trained"] == len(self.trained) + len(self.given_up), "trained groups are miscounted"
         assert counts["dropped"] == sum(d.count for d in ledger.drops.values())
         claimed = {key for claim in ledger.claims for key in claim.keys}
         assert claimed == {a.key for a in ledger.live.values() if a.state == "claimed"}, "claimed by no claim"
@@ -302,7 +347,7 @@ class Walk:
         for g in GENERATORS:
             assert ledger.load_of(g) == sum(a.missing for a in ledger.leases_of(g)), "owed samples are miscounted"
         applied = sum(applied for *_, applied in [*self.steps, *self._acknowledged])
-        assert ledger.counters.version == applied, "version and ledger disagree"
+        assert ledger.counters.version == applied + self.num_rollbacks, "version and ledger disagree"
         assert ledger.counters.step == len(self.steps) + len(self._acknowledged)
 
 
@@ -328,7 +373,8 @@ def comparable(snapshot):
 def reachable(walk: Walk) -> None:
     """The walk has been everywhere it should."""
     reasons = set(walk.ledger.drops)
-    expected = {"stale", "lease_expired", "generator_lost", "reward_error", "no", "skipped"}
+    expected = {"stale", "lease_expired", "generator_lost", "reward_error", "no", "skipped", "rolled_back"}
+    assert walk.num_rollbacks > 20 and walk.given_up and walk.trained
     assert walk.ledger.counters.num_leased_again > 20
     assert expected <= reasons, f"never dropped: {expected - reasons}"
     assert walk.done["claimed ahead"] > 50

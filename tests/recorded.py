@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ def toy_sample(group: int, attempt: int, index: int, *, version: int = 0, **chan
         "timing": {"generate_s": 0.5},
     }  # fmt: skip
     return Sample(**(fields | changes))
+
+
+def fresh_sample(group: int, attempt: int, index: int, *, version: int) -> Sample:
+    """``toy_sample``, all of it sampled by ``version``."""
+    sample = toy_sample(group, attempt, index)
+    return replace(sample, spans=((version, 0, len(sample.response_ids)),))
 
 
 def made_elsewhere(path: Path, rows: int = 4, **changes: Any) -> Path:

@@ -6,6 +6,7 @@ import os
 import sys
 
 from common.errors import ConfigError, EngineError
+from common.limits import drains
 from common.processes import spawn
 from common.roles import Role, run_role
 from generators.fleet import run_fleet
@@ -21,8 +22,9 @@ def behave(role: Role) -> None:
     engine = spawn([sys.executable, "-c", "import time; time.sleep(600)"])
     role.control.register("generator", role.name, engine_pid=engine.pid, ready=1)
     if behaviour == "ends by itself":
-        role.stop.set()
-    role.stop.wait()
+        return
+    while not role.stop.wait(0.05) and not drains(role.control.limit, role.name):
+        pass
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from common.control import Control, Entry, start_server
 
+ROOT = Path(__file__).resolve().parents[2]
 FLEET = [sys.executable, "-m", "tests.simulated_generator", "fleet"]
 
 
@@ -33,6 +35,10 @@ class Fleets:
         ]  # fmt: skip
         self.control = Control(url, run_id)
         self._started: list[subprocess.Popen[str]] = []
+        self._place = ["--redis-url", url, "--run-id", run_id]
+
+    def verb(self, *args: str) -> int:
+        return subprocess.run([sys.executable, str(ROOT / "launch.py"), *args, *self._place], timeout=60).returncode
 
     def start(self, behaviour: str = "works") -> subprocess.Popen[str]:
         env = {**os.environ, "SIMULATED": behaviour, "LEEWAY_PDEATHSIG": "1"}
@@ -159,3 +165,34 @@ def test_one_generator_that_cannot_start_does_not_end_the_others(fleets):
 
 def test_generators_that_end_by_themselves_end_the_fleet(fleets):
     assert fleets.start("ends by itself").wait(20) == 0
+
+
+def test_a_fleet_grows_and_shrinks_and_a_drained_generator_is_not_replaced(fleets):
+    fleet = fleets.start()
+    before = [e.name for e in fleets.generators(2)]
+    assert fleets.verb("scale", "4") == 0
+    grown = [e.name for e in fleets.generators(4)]
+    assert set(before) < set(grown)
+    assert fleets.verb("scale", "2") == 0
+    assert [e.name for e in fleets.generators(2)] == before  # the youngest go
+    assert fleets.verb("drain", "--generator", before[0]) == 0
+    until(lambda: [e.state for e in fleets.control.entries("fleet")] == ["1 of 2 generators"])
+    assert [e.name for e in fleets.generators(1)] == before[1:]
+    assert fleets.verb("drain", "--generator", before[0]) == 2  # it is gone
+    assert fleets.verb("scale", "3") == 0
+    assert len({e.name for e in fleets.generators(3)} - set(grown)) == 2  # under names that nobody had
+    assert fleets.verb("scale", "0") == 0
+    fleets.generators(0)
+    assert fleet.poll() is None  # it waits to be asked for more
+    assert fleets.verb("scale", "1") == 0
+    fleets.generators(1)
+
+
+def test_which_fleet_is_to_change_must_be_said_where_there_are_several(fleets):
+    fleets.start()
+    second = fleets.start()
+    fleets.generators(4)
+    assert fleets.verb("scale", "3") == 2
+    name = next(e.name for e in fleets.control.entries("fleet") if e.pid == second.pid)
+    assert fleets.verb("scale", "3", "--fleet", name) == 0
+    assert sum(e.name.startswith(name) for e in fleets.generators(5)) == 3

@@ -447,3 +447,18 @@ def test_another_temperature_while_running_acts_from_the_next_sample_and_travels
     broker.lease(row(), 9, [0], lane="eval")
     assert sorted(s.sampling["temperature"] for s in broker.samples(2)) == [0.0, 1.3]
     assert [r["temperature"] for r in running.engine.requests] == [0.4, 1.3, 0.0]
+
+
+def test_a_drained_generator_finishes_its_leases_and_ends(broker, start):
+    running = start()
+    broker.welcome()
+    running.call(running.engine.hold)
+    broker.lease(row(), 7, [0, 1])
+    broker.expect("heartbeat", lambda f: f["stats"]["running"] == 2 and f["capacity"] > 0)
+    running.limits["generators.drain@generator-x"] = True
+    broker.expect("heartbeat", lambda f: f["capacity"] == 0)
+    running.call(running.engine.go_on)
+    assert len(broker.samples(2)) == 2  # acknowledged, and only then it goes
+    broker.expect("bye")
+    running.end()
+    assert running.error is None

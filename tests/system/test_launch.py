@@ -202,14 +202,6 @@ def test_a_run_from_start_to_end_and_continued(launch):
     assert "actor.optim.lr: 1.0 != 1e-06" in refused.output() and refused.process.returncode == 2
 
 
-def test_generators_may_be_started_elsewhere(launch):
-    run = launch("run.max_steps=3", "generators.count=0")
-    out = run.output()
-    assert run.process.returncode == 0, out
-    assert "generators.count=0: none is started here; start them with `launch.py generators --run-id r" in out
-    assert not (run.folder / "logs" / "generators.out").exists()
-
-
 def test_the_launcher_killed_takes_everything_with_it_and_nothing_listened_outside(launch):
     run = launch()
     until(lambda: run.steps() > 3)

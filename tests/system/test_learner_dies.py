@@ -97,9 +97,12 @@ def assert_consistent(run: LiveRun) -> None:
     assert told == list(range(1, len(rows) + 1))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "points", [pytest.param(SAMPLE, id="sample"), pytest.param(POINTS * 2, marks=pytest.mark.soak, id="all")]
+    "points",
+    [
+        pytest.param(SAMPLE, marks=pytest.mark.timeout(400), id="sample"),
+        pytest.param(POINTS * 2, marks=[pytest.mark.soak, pytest.mark.timeout(2400)], id="all"),
+    ],
 )
 def test_a_learner_killed_anywhere_redoes_its_steps(live: LiveRun, points: list[str]) -> None:
     """Killed at one point after the other; what is redone comes out to the bit.

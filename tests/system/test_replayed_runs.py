@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from common.control import Control
-from common.loading import load_config
 from common.summary import Summary
 from tests.live_run import ROOT, LiveRun
 from tests.recorded import toy_sample
@@ -42,9 +40,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
         learner = run.start("learner")
         assert learner.wait(120) == 0, run.log(learner)[-3000:]
         assert broker.wait(30) == 0, run.log(broker)[-3000:]  # all of the ledger is in its one file now
-        # what `launch.py run` leaves in the folder
-        config = load_config([], [*settings, "run.id=live"]).model_dump(mode="json")
-        (run.dir / "config.yaml").write_text(yaml.safe_dump(config))
         yield run
     finally:
         generator.close()

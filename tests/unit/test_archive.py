@@ -18,7 +18,7 @@ from common.archive import READABLE, Archive
 from common.errors import ConfigError, LedgerError
 from generators import records
 from learner.toy import toy_tokenizer, write_toy_folder
-from tests.recorded import Recorder, toy_sample
+from tests.recorded import Recorder, fresh_sample, toy_sample
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -26,16 +26,19 @@ EXAMPLES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "ledger.md").read_te
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two applied steps, a skipped one, two groups that are ready, one half done, a validation."""
+    """Two applied steps, a skipped one, a rollback, two groups that are ready, one half done, a validation."""
     folder = tmp_path_factory.mktemp("run")
     recorder = Recorder(folder)
     for applied in (True, True, False):
         recorder.step(applied=applied)
-    recorder.ledger.validate(recorder.epoch, 2, 2, 2)
+    recorder.ledger.checkpoint_valid(recorder.epoch, 2, "")
+    recorder.ledger.roll_back(2, who="somebody", at=9.0)  # so that step 3 is given up, which was skipped
+    recorder.epoch = recorder.ledger.attach("learner", "2")
+    recorder.ledger.validate(recorder.epoch, 2, 3, 2)
     for _ in range(2):
-        recorder.deliver(recorder.lease())  # held-out
+        recorder.deliver(recorder.lease(), fresh_sample)  # held-out
     for num in (4, 4, 1):
-        recorder.deliver(recorder.lease(), num=num)
+        recorder.deliver(recorder.lease(), fresh_sample, num=num)
     recorder.close()
     write_toy_folder(folder / "model")
     return folder

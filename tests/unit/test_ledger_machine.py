@@ -40,7 +40,9 @@ def test_seeded_walk_on_disk_with_crashes(tmp_path):
     stored = {tuple(row) for row in store._db.execute("SELECT grp, attempt, idx FROM samples")}
     assert stored == found.stored  # everything acknowledged is there, and nothing else
     trained = dict(store._db.execute("SELECT grp, step FROM attempts WHERE state = 'trained'"))
-    assert trained == found.trained
+    assert trained == found.trained | found.given_up and found.given_up
+    survive = dict(store._db.execute("SELECT grp, step FROM rollouts WHERE state = 'trained' AND NOT abandoned"))
+    assert survive == found.trained
     store.close()
 
 
@@ -77,6 +79,11 @@ FAULTS = {
     "claim ahead keeps the version that was not made": ("self.claims[0] = replace(", "replace("),
     "claim ahead outlives the batch before it": ("for claim in self.claims[first:]:", "for claim in self.claims[:1]:"),
     "kept group charged as a fresh one": ("held=min(held, attempt.oldest)", "held=held"),
+    "rollback leaves the floor": ("c.floor, c.epoch_start, self", "_, c.epoch_start, self"),
+    "rollback keeps the epoch": ("c.version + 1, c.epoch + 1\n", "c.version + 1, c.epoch\n"),
+    "rollback keeps what waits with samples": ('state != "pending" or attempt.samples:', 'state != "pending":'),
+    "rollback keeps checkpoints given up": ("[step for step in self.checkpoints if step <= to]", "self.checkpoints"),
+    "rollback gives a prompt up": ('"rolled_back", retry=True', '"rolled_back", retry=False'),
     "lost samples stay owed": ("attempt.num_leases += 1", "attempt.num_leases += 1; self._owed[generator] += 1"),
     "repeated acknowledgement counts again": ("c.epoch_start < step <= c.step:", "c.epoch_start < step < c.step:"),
 }

@@ -511,3 +511,25 @@ def test_status_says_since_when_a_step_is_at_the_learner(broker):
     b.now += 7
     b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)  # asked again after a silence
     assert "broker waits: step 1 is at the learner, for 7.0 s" in b.ask("status")[1]["status"]["waits"]
+
+
+def test_a_draining_run_trains_what_is_out_and_ends(broker):
+    b = broker()
+    b.hello("a")
+    leases = [m for m in b.turn() if m[0] == "lease"]
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    b.deliver("a", leases[: B + 1])
+    b.directory.state = "draining"
+    assert ops(b.turn()) == ["acks", "wait"]  # nothing new
+    assert b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)[0] == "claimed"
+    acked = {"applied": True, "reason": "", "settings": {}, "digest": "", "optimizer_span": [0.0, 1.0]}
+    b.ask("ack_step", epoch=epoch, step=1, **acked)
+    waits, *_ = b.ask("claim", epoch=epoch, step=2, version=1, num_groups=B)
+    assert waits == "waiting"  # for the leases under way
+    for lease in leases[B + 1 :]:
+        b.tell(b"a", "give_back", group=lease[1]["group"], attempt=0, reason="shutdown", retry=True)
+    b.server.turn()
+    op, claimed, _ = b.router.take(b"learner")[-1]
+    assert (op, claimed["short"]) == ("claimed", True)  # one group is left
+    b.ask("ack_step", epoch=epoch, step=2, **acked)
+    assert b.ask("claim", epoch=epoch, step=3, version=2, num_groups=B)[0] == "ended"

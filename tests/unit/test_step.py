@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -528,6 +529,37 @@ def test_skipped_rows_are_passed_over_when_redone(learner_of: Callable[..., Lear
     second = learner_of(config, feed)
     assert (second.progress.step, second.progress.version, second.progress.skipped) == (3, 2, 1)
     assert _distance(_weights(first), _weights(second)) < 1e-6
+
+
+def test_a_rollback_goes_on_with_the_weights_of_its_checkpoint_under_a_new_version(
+    learner_of: Callable[..., Learner], folder: Path
+) -> None:
+    """Checkpoints of steps 2 and 4; after step 5 somebody goes back to step 2: row 6 is the rollback."""
+    config = make_config("trainer.save_freq=2", "trainer.max_ckpt_to_keep=9")
+    feed = SimulatedFeed(lambda step, version: make_groups(config, step, version=version))
+    first = learner_of(config, feed)
+    for _ in range(2):
+        first.step()
+    restored = _weights(first)
+    for _ in range(3):
+        first.step()
+    feed.roll_back(2)
+    second = learner_of(config, feed, writer=first.writer)
+    assert (second.progress.step, second.progress.version, second.saved) == (6, 6, 6)
+    assert _distance(restored, _weights(second)) == 0 and feed.checkpoints[-1] == 6
+    assert first.writer.lines[6]["training/rolled_back_to"] == 2
+    assert all(declared(name) for name in first.writer.lines[6])
+    assert second.progress.samples_trained == 2 * config.data.train_batch_size * config.samples_per_group
+    second.step()
+    third = learner_of(config, feed)  # after a crash: from the checkpoint of the rollback
+    assert (third.progress.step, third.progress.version, third.saved) == (7, 7, 6)
+    assert _distance(_weights(second), _weights(third)) < 1e-6
+    shutil.rmtree(third.checkpoints.folder / "step_6")
+    fourth = learner_of(config, feed)  # that one is lost: from the one gone back to; step 4 stays given up
+    assert (fourth.progress.step, fourth.progress.version, fourth.saved) == (7, 7, 7)
+    assert _distance(_weights(second), _weights(fourth)) < 1e-6
+    summary = fourth.progress.summary(ended="", window=2, dropped={}, seconds=0)
+    assert "Rollbacks gave up 4 of the steps." in summary.paragraph(folder)
 
 
 def test_steps_without_any_checkpoint_are_an_error_that_says_so(folder: Path, tmp_path: Path) -> None:

@@ -257,11 +257,11 @@ def test_contradictions_and_other_schemas_are_refused(path):
     db = sqlite3.connect(path)
     db.execute("DELETE FROM steps WHERE step = 20")
     db.commit()
-    assert "19 steps applied, the last is 19" in refusal(path)
+    assert "the steps make version 19, the last is 19" in refusal(path)
     db.execute("UPDATE meta SET value = '99' WHERE name = 'schema_version'")
     db.commit()
     db.close()
-    assert "schema version 99, this Leeway writes 2" in refusal(path)
+    assert "schema version 99, this Leeway writes 3" in refusal(path)
 
 
 def test_an_unwritable_place_is_refused(tmp_path):

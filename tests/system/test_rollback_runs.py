@@ -1,0 +1,72 @@
+"""A real run (only its generator is simulated) that is stopped, goes back to a checkpoint and goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from common.control import Control
+from common.summary import Summary
+from tests.live_run import ROOT, LiveRun, assert_nothing_too_old_was_trained
+from tests.recorded import fresh_sample
+from tests.simulated import SimulatedGenerator
+
+CONFIG = (
+    "model.toy=true", "model.dtype=float32", "data.task=reverse_digits", "data.train_batch_size=4", "rollout.n=4",
+    "data.max_prompt_length=16", "data.max_response_length=8", "actor.ppo_mini_batch_size=2", "actor.optim.lr=1e-3",
+    "actor.ppo_max_token_len_per_gpu=2048", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=9", "trainer.logger=[]",
+    "staleness.max=2",
+)  # fmt: skip
+
+
+def train(run: LiveRun, steps: int) -> None:
+    """Broker and learner by their commands until the last step; the generator holds what was published."""
+    control = Control(str(run.url), "live")
+
+    def broker() -> str | None:
+        control.refresh()
+        generator.version = max([generator.version, *(e.version for e in control.entries("learner"))])
+        return next((e.address for e in control.entries("broker") if e.address), None)
+
+    generator = SimulatedGenerator(lambda: None, "live", "simulated", version=0, make=fresh_sample)
+    generator._address = broker
+    try:
+        control.register("generator", "simulated")
+        processes = [
+            run.start(role, *(() if role == "learner" else (*CONFIG, f"run.dir={run.dir}", f"run.max_steps={steps}")))
+            for role in ("broker", "learner")
+        ]
+        for process in reversed(processes):
+            assert process.wait(120) == 0, run.log(process)[-3000:]
+    finally:
+        generator.close()
+        control.forget_run()
+        control.close()
+
+
+def test_a_run_goes_back_to_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path, server=True)
+    try:
+        train(run, 5)
+        command = [sys.executable, str(ROOT / "launch.py"), "rollback", str(run.dir), "2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "goes on with step 7 at version 6" in done.stdout, done.stderr
+        train(run, 8)
+    finally:
+        run.close()
+    steps = run.query("SELECT step, version, applied, restored, abandoned FROM steps ORDER BY step")
+    assert [row[:4] for row in steps] == [
+        (1, 0, 1, None), (2, 1, 1, None), (3, 2, 1, None), (4, 3, 1, None), (5, 4, 1, None),
+        (6, 5, 0, 2), (7, 6, 1, None), (8, 7, 1, None),
+    ]  # fmt: skip
+    assert [row[4] for row in steps] == [0, 0, 6, 6, 6, 0, 0, 0]
+    assert_nothing_too_old_was_trained(run)
+    before = "SELECT COUNT(*) FROM trained_tokens WHERE step > 6 AND sampled_at < 6"
+    assert run.query(before) == [(0,)], "trained what was sampled before the rollback"
+    assert [row["training/global_step"] for row in run.metrics()] == list(range(1, 9))
+    assert run.metrics()[5]["training/rolled_back_to"] == 2
+    assert {p.name for p in (run.dir / "checkpoints").iterdir()} == {f"step_{n}" for n in (0, 2, 6, 8)}
+    summary = Summary.read(run.dir)
+    assert summary is not None and (summary.step, summary.version, summary.steps_given_up) == (8, 8, 4)
+    assert summary.samples_trained == 4 * 16
