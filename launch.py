@@ -233,7 +233,7 @@ def _role(args: argparse.Namespace) -> int:
     from common.local_run import run_alone
 
     arguments = [a for option in ("run_id", "name") if (value := getattr(args, option)) for a in (_flag(option), value)]
-    return run_alone(args.verb, config, redis_url, [*arguments, *args.config])
+    return run_alone(args.verb, config, redis_url, [*arguments, *args.config], run_id=args.run_id)
 
 
 def _flag(option: str) -> str:

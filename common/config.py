@@ -494,10 +494,6 @@ def combination_faults(c: Config) -> list[str]:
         bool(c.data.train_files) == bool(c.data.task) and not (no_prompts and c.replay.rollouts),
         "data.train_files: give exactly one of data.train_files and data.task",
     )
-    refuse(
-        c.replay.rollouts is not None and c.trainer.nproc_per_node != 1,
-        f"trainer.nproc_per_node={c.trainer.nproc_per_node}: a replay runs on one rank; set it to 1",
-    )
     for name, part in (("actor", c.actor), ("critic", c.critic)):
         mini = part.ppo_mini_batch_size
         refuse(

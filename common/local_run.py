@@ -24,7 +24,7 @@ from common.control import Control
 from common.errors import ControlError
 from common.processes import child_environment, kill_descendants, spawn, terminate_workers
 from common.redis_server import start_server
-from common.roles import ERROR_FILE, store_config
+from common.roles import CONNECT_S, ERROR_FILE, read_config, store_config
 from common.summary import Summary
 from common.supervise import Child, End, Outcome, Start, Supervisor, read_own_error
 
@@ -272,14 +272,34 @@ class LocalRun:
         return outcome.end.own_exit_code or 1
 
 
-def run_alone(role: str, config: Config | None, redis_url: str, arguments: list[str]) -> int:
-    """One role in the foreground, not supervised, until it ends; its own error is the last thing it says."""
+def run_alone(
+    role: str, config: Config | None, redis_url: str, arguments: list[str], *, run_id: str | None = None
+) -> int:
+    """One role in the foreground, not supervised, until it ends; its own error is the last thing it says.
+
+    A learner without a config of its own has as many ranks as the run's config says, once there is one.
+    """
     os.environ.update(role_environment(redis_url))
     if role != "learner":
         command = role_command(role, Config(), Path(), arguments)
         os.execve(command[0], command, _without_supervisor(child_environment()))
+    if config is None and run_id is not None:
+        try:
+            config = config_of(redis_url, run_id)
+        except KeyboardInterrupt:
+            return INTERRUPTED
     with tempfile.TemporaryDirectory(prefix="leeway-") as folder:
         return _run_agent(role_command(role, config or Config(), Path(folder), arguments), Path(folder))
+
+
+def config_of(redis_url: str, run_id: str) -> Config:
+    """The config of a run, once one of its roles has stored it. Raises ControlError, DeadlineError."""
+    control = Control(redis_url, run_id, deadline_s=CONNECT_S)
+    try:
+        config, _ = read_config(control.wait_for_config(deadline_s=Config().run.start_timeout_s))
+        return config
+    finally:
+        control.close()
 
 
 def become(module: str, arguments: list[str]) -> int:

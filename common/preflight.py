@@ -23,7 +23,7 @@ from common.config import HOST_KEYS, Config
 from common.data import open_rows
 from common.errors import ConfigError
 from common.loading import differences, examine_config, load_config
-from common.rollouts import config_in
+from common.rollouts import check_columns, config_in
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "run.lock"
@@ -136,6 +136,12 @@ def _replay(config: Config) -> Iterator[str]:
         return
     if config.run.dir and Path(config.run.dir).resolve() in (path.resolve(), path.resolve().parent):
         yield f"{name}: is in run.dir={config.run.dir}; choose another run.dir for the replay"
+    try:
+        if not is_ledger(path):
+            check_columns(path, exact=config.replay.mode == "exact")
+    except ConfigError as e:
+        yield from e.faults
+        return
     if config.replay.mode != "exact":
         return
     try:

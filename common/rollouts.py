@@ -22,6 +22,7 @@ from common.wire import Sample
 SCHEMA = "1"
 META_SCHEMA, META_CONFIG = b"leeway.rollouts", b"leeway.config"
 REQUIRED = ("group", "prompt_ids", "response_ids", "behavior_logprobs", "reward")
+STEP_COLUMNS = ("step", "place", "trained_at", "staleness_limit", "settings", "digest")  # of a run's own record
 MAX_LOGPROB = 1e-3  # rounding
 
 # name: (type, meaning). A list holds one value per token.
@@ -86,14 +87,27 @@ def row_of(s: Sample) -> dict[str, Any]:
 
 def config_in(path: Path) -> str | None:
     """The config (YAML) of the run that a file was exported from."""
+    text = (_schema_of(path).metadata or {}).get(META_CONFIG)
+    return None if text is None else text.decode()
+
+
+def check_columns(path: Path, *, exact: bool) -> None:
+    """What can be told without reading the rows. Raises ConfigError: a column that is needed is missing."""
+    there = set(_schema_of(path).names)
+    if missing := [name for name in REQUIRED if name not in there]:
+        raise ConfigError(f"{path}: no column {', '.join(missing)}; docs/rollouts.md describes the file")
+    if exact and not there.issuperset(STEP_COLUMNS):
+        raise ConfigError(f"{path}: has rollouts, but not the steps of a run; set replay.mode=offline to train on them")
+
+
+def _schema_of(path: Path) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        text = (pq.read_schema(path).metadata or {}).get(META_CONFIG)
+        return pq.read_schema(path)
     except (OSError, pa.ArrowException) as e:
         raise ConfigError(f"{path}: not a parquet file ({str(e).splitlines()[0]})") from e
-    return None if text is None else text.decode()
 
 
 @dataclass(frozen=True)
@@ -226,10 +240,9 @@ class Rollouts:
         return {(int(self._group[r[0]]), int(self._attempt[r[0]])): r for r in np.split(order, cuts) if len(r)}
 
     def _recorded_steps(self) -> dict[int, RecordedStep]:
-        names = ("step", "place", "trained_at", "staleness_limit", "settings", "digest")
-        if not set(names) <= set(self._table.column_names):
+        if not set(STEP_COLUMNS) <= set(self._table.column_names):
             return {}
-        columns = {name: self._table[name].to_pylist() for name in names}
+        columns = {name: self._table[name].to_pylist() for name in STEP_COLUMNS}
         states = self._text("state")
         batches: dict[int, list[tuple[int, Key]]] = {}
         first: dict[int, int] = {}
@@ -278,10 +291,9 @@ def _read(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     try:
-        there = pq.read_schema(path)
-        if missing := [name for name in REQUIRED if name not in there.names]:
-            raise ConfigError(f"{path}: no column {', '.join(missing)}; docs/rollouts.md describes the file")
-        known = [name for name in COLUMNS if name in there.names and not name.endswith("_text")]
+        check_columns(path, exact=False)
+        there = set(pq.read_schema(path).names)
+        known = [name for name in COLUMNS if name in there and not name.endswith("_text")]
         table = pq.read_table(path, columns=known)
         kinds = arrow_schema()
         wanted = [_large(kinds.field(name).type) for name in known]

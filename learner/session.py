@@ -21,7 +21,7 @@ from learner.loop import Learner
 from learner.model import vocab_size
 from learner.models import load_models
 from learner.publish import Publisher
-from learner.ranks import join_ranks, leave_ranks
+from learner.ranks import Ranks, join_ranks, leave_ranks
 from learner.replay import NullPublisher, RecordedFeed, open_replay, take_initial_weights
 from learner.together import Helper, SharedFeed
 from learner.warmup import WarmupResult
@@ -67,20 +67,22 @@ class Session:
                 ranks.world_size, config.trainer.nproc_per_node,
             )  # fmt: skip
         if config.replay.rollouts:
-            take_initial_weights(config, role.run_dir)
+            ranks.share(lambda: take_initial_weights(config, role.run_dir))
         served = ranks.share(self._announce_model)
         self.tokenizer = load_tokenizer(served, config)
         checkpoints = Checkpoints(
             role.run_dir / "checkpoints", run_id=control.run_id, keep=config.trainer.max_ckpt_to_keep, ranks=ranks
         )
-        if not config.replay.rollouts:
+        own: Feed | RecordedFeed | None = None
+        if config.replay.rollouts:
+            own = self._recorded_feed(ranks, checkpoints.position(), served)
+        else:
             ranks.share(self._wait_for_broker)
-        own = None
-        if ranks.first:
-            own = self._recorded_feed(checkpoints, served) if config.replay.rollouts else self._own_feed()
+            own = self._own_feed() if ranks.first else None
         feed = SharedFeed(own, ranks)
         attached = feed.attach()
-        publisher = self._own_publisher(attached.epoch) if ranks.first else Helper()
+        alone = ranks.first or bool(config.replay.rollouts)  # a replay gathers no weights: nobody is sent them
+        publisher = self._own_publisher(attached.epoch) if alone else Helper()
         folder, warmup = ranks.share(lambda: self._initial_weights(served))
         self._state("loads the models")
         writer = self._own_writer() if ranks.first else Helper()
@@ -123,13 +125,19 @@ class Session:
         self._open.callback(feed.close)
         return feed
 
-    def _recorded_feed(self, checkpoints: Checkpoints, served: Path) -> RecordedFeed:
-        """A record in the broker's place."""
-        self._state("reads the record")
-        vocabulary = vocab_size(served, trust_remote_code=self.role.config.model.trust_remote_code)
-        feed = open_replay(self.role.config, start=checkpoints.position(), stop=self.role.stop, vocab_size=vocabulary)
-        self._open.callback(feed.close)
-        return feed
+    def _recorded_feed(self, ranks: Ranks, start: tuple[int, int], served: Path) -> RecordedFeed | None:
+        """A record in the broker's place, on rank 0; what is wrong with it is raised on all."""
+        feeds: list[RecordedFeed] = []
+
+        def read() -> None:
+            self._state("reads the record")
+            vocabulary = vocab_size(served, trust_remote_code=self.role.config.model.trust_remote_code)
+            feeds.append(open_replay(self.role.config, start=start, stop=self.role.stop, vocab_size=vocabulary))
+
+        ranks.share(read)
+        for feed in feeds:
+            self._open.callback(feed.close)
+        return feeds[0] if feeds else None
 
     def _own_publisher(self, epoch: int) -> Publisher | NullPublisher:
         role = self.role

@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from common.wire import Sample
-from learner.feed import Attached, Claim, Feed, Stepped, StepRow
+from learner.feed import Attached, Claim, Stepped, StepRow
 from learner.ranks import Ranks
 
 
 class SharedFeed:
     """`Feed` for all ranks: rank 0 asks, all get the answer. See there for what each method does."""
 
-    def __init__(self, feed: Feed | None, ranks: Ranks) -> None:
-        """feed: rank 0's; None on the others."""
+    def __init__(self, feed: Any, ranks: Ranks) -> None:
+        """feed: rank 0's, a `Feed` or one of `learner.replay`; None on the others."""
         self._feed, self._ranks = feed, ranks
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:

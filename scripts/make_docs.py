@@ -82,14 +82,25 @@ def metrics_page() -> str:
 
 
 # ---------------------------------------------------------------- rollouts
+EXAMPLE = """
+rows = [
+    {"group": 0, "prompt_ids": [5, 6], "response_ids": [9, 1], "behavior_logprobs": [-0.5, -0.1], "reward": 1.0},
+    {"group": 0, "prompt_ids": [5, 6], "response_ids": [8, 1], "behavior_logprobs": [-1.5, -0.9], "reward": 0.0},
+]
+pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "FILE.parquet")
+""".strip().splitlines()
+
+
 def rollouts_page() -> str:
     lines = [
         "# Rollouts in a file", "", NOTE, "",
         "`launch.py export RUN_DIR OUT.parquet [--where SQL] [--no-text]` writes one row for each sample whose "
         "tokens the ledger still has (`ledger.keep_bytes`), and says how many were left out and why. "
-        "`launch.py replay OUT.parquet CONFIG …` trains on such a file (docs/replay.md), also on one that was made "
-        "elsewhere: the bold columns are needed, any other may be absent or null. Integers and floats of another "
-        "width are converted if nothing is lost.",
+        "`launch.py replay FILE.parquet CONFIG … replay.mode=offline` trains on such a file (docs/replay.md).",
+        "", "A file that was made elsewhere is imported by just this: no other verb is needed. The bold columns must "
+        "be there, any other may be absent or null. Integers and floats of another width are converted if nothing is "
+        "lost.",
+        "", "```python", *EXAMPLE, "```",
         "", "A list has one value per token. Log-probabilities are of the distribution that was really sampled "
         "(after temperature and any truncation): the correction of the algorithm is made of them.",
         "", "| column | type | meaning |", "|---|---|---|",

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,19 @@ CONFIG = (
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    with record(tmp_path_factory.mktemp("recorded")) as run:
+        yield run
+
+
+@contextmanager
+def record(folder: Path, *overrides: str) -> Iterator[LiveRun]:
     """Broker and learner by their commands; a simulated generator that holds version 0."""
-    run = LiveRun(tmp_path_factory.mktemp("recorded"), server=True)
+    run = LiveRun(folder, server=True)
     control = Control(str(run.url), "live")
     generator = SimulatedGenerator(lambda: broker_of(control), "live", "simulated", make=toy_sample)
     try:
         control.register("generator", "simulated")
-        settings = [*CONFIG, f"run.dir={run.dir}"]
-        broker = run.start("broker", *settings)
+        broker = run.start("broker", *CONFIG, *overrides, f"run.dir={run.dir}")
         learner = run.start("learner")
         assert learner.wait(120) == 0, run.log(learner)[-3000:]
         assert broker.wait(30) == 0, run.log(broker)[-3000:]  # all of the ledger is in its one file now
@@ -75,6 +81,17 @@ def test_the_run_is_replayed_to_the_bit(recorded: LiveRun, tmp_path: Path) -> No
     assert not (tmp_path / "new" / "ledger.sqlite").exists()
     weights = [(d / "hf" / "model.safetensors").read_bytes() for d in (recorded.dir, tmp_path / "new")]
     assert weights[0] == weights[1]
+
+
+def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
+    with record(tmp_path / "recorded", "trainer.nproc_per_node=2", "run.max_steps=3") as run:
+        assert len(set(digests(run.dir))) == 3 and (run.dir / "logs" / "learner-rank1.log").is_file()
+        done = launch("replay", str(run.dir), f"run.dir={tmp_path / 'new'}", "trainer.logger=[]")
+        assert done.returncode == 0, done.stderr[-3000:]
+        summary = Summary.read(tmp_path / "new")
+        assert summary is not None and (summary.equal_steps, summary.step) == (3, 3)
+        done = launch("replay", str(run.dir), f"run.dir={tmp_path / 'one'}", "trainer.nproc_per_node=1")
+        assert done.returncode == 2 and "trainer.nproc_per_node: 1 != 2" in done.stderr
 
 
 def test_what_differs_is_named(recorded: LiveRun, tmp_path: Path) -> None:

@@ -121,6 +121,29 @@ def test_each_step_comes_out_to_the_bit(record: Record, replay: Any, kind: str) 
     assert max(line["staleness/max"] for line in lines.values()) == 1  # the ages are those of the record
 
 
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+def test_remax_comes_out_to_the_bit(weights: Path, tmp_path: Path, replay: Any, kind: str) -> None:
+    """The last sample of each group is the greedy one, its baseline: recorded and replayed as such."""
+    folder, remax = tmp_path / "record", "algorithm.adv_estimator=remax"
+    config = make_config(remax, "run.max_steps=3")
+
+    def make(*key: int, version: int) -> Sample:
+        greedy = key[2] == config.greedy_index
+        return toy_sample(*key, version=version, sampling={"temperature": 0.0 if greedy else 1.0})
+
+    recorder = Recorder(folder, n=config.samples_per_group)
+    feed = RecorderFeed(recorder, make=make)
+    learner = make_learner(config, load_models(config, weights, alone()), feed, folder)
+    resume.resume(learner, feed.attach())
+    assert learner.run() == "max_steps reached"
+    recorder.close()
+    assert records(["export", str(folder), str(tmp_path / "all.parquet"), "--no-text"]) == 0
+    again, digests = replay(folder if kind == "folder" else tmp_path / "all.parquet", remax)
+    assert again.run() == "the data ended"
+    assert digests == feed.digests and len(set(digests)) == 3
+    assert again.progress.samples_trained == 3 * config.data.train_batch_size * config.rollout.n
+
+
 def test_a_replay_that_is_started_again_goes_on_from_its_checkpoint(record: Record, replay: Any) -> None:
     first, before = replay(record.dir, "trainer.save_freq=2")
     for _ in range(3):
@@ -197,6 +220,14 @@ def test_a_record_that_is_not_there_is_refused(record: Record, tmp_path: Path) -
     assert "has no ledger.sqlite" in world_faults(make_config(f"replay.rollouts={tmp_path}"))[0]
     inside = world_faults(make_config(f"replay.rollouts={record.dir}", f"run.dir={record.dir}"))
     assert "choose another run.dir" in inside[0]
+    elsewhere = made_elsewhere(tmp_path / "a.parquet")
+    assert "not the steps of a run; set replay.mode=offline" in world_faults(
+        make_config(f"replay.rollouts={elsewhere}")
+    )[0]
+    assert world_faults(make_config(f"replay.rollouts={elsewhere}", "replay.mode=offline")) == []
+    short = made_elsewhere(tmp_path / "b.parquet", reward=None)
+    found = world_faults(make_config(f"replay.rollouts={short}", "replay.mode=offline"))
+    assert "no column reward" in found[0]
 
 
 def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:

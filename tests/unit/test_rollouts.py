@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pyarrow.parquet as pq
 import pytest
 
@@ -17,6 +18,17 @@ from common.rollouts import COLUMNS, Rollouts, config_in
 from generators.records import main
 from learner.toy import toy_tokenizer, write_toy_folder
 from tests.recorded import SETTINGS, Recorder, made_elsewhere, toy_sample
+
+
+def test_the_example_of_the_docs_makes_a_file_that_can_be_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"pyarrow": pyarrow})
+    [group] = Rollouts(tmp_path / "FILE.parquet", vocab_size=64).complete_groups()
+    assert (group.key, group.num_samples, group.num_tokens) == ((0, 0), 2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +172,7 @@ def test_log_probs_of_tokens_that_were_not_sampled_do_not_matter(tmp_path: Path)
 
 def test_what_is_not_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="not a parquet file"):
         Rollouts(tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="not a parquet file"):
         Rollouts(tmp_path / "b.parquet")
