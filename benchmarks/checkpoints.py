@@ -52,9 +52,10 @@ def _models(ranks):
 
     from common.config import Config
     from learner.estimates import make_kl_controller
-    from learner.model import Actor, shard, without_dropout
+    from learner.model import Actor, without_dropout
     from learner.models import Models
     from learner.optim import make_optimizer
+    from learner.sharding import shard
     from learner.updates import Trainee
 
     config = Qwen2Config(

@@ -267,9 +267,8 @@ def verify(path: Path) -> None:
 
 def _adapters(models: Models) -> dict[str, Any] | None:
     """What adapters are made of; they mean nothing beside another base."""
-    if models.lora is None:
-        return None
-    return {"rank": models.lora.r, "alpha": models.lora.lora_alpha, "base": models.base_digest}
+    lora = models.actor.module.lora
+    return None if lora is None else {"rank": lora.r, "alpha": lora.lora_alpha, "base": models.base_digest}
 
 
 def _tensors(models: Models) -> dict[str, Any]:

@@ -23,12 +23,10 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
     stopped = ended == "stopped"
     target = learner.run_dir / "hf"
     save_hf(target, learner.models.actor.module, tokenizer, dtype=learner.config.model.dtype, ranks=learner.ranks)
-    if learner.models.lora is not None:
+    actor = learner.models.actor.module
+    if actor.lora is not None:
         base = learner.config.model.path or str(learner.run_dir / "model")
-        save_adapter(
-            learner.run_dir / "adapter", learner.models.actor.module.lm, learner.models.lora, base=base,
-            first=learner.ranks.first,
-        )  # fmt: skip
+        save_adapter(learner.run_dir / "adapter", actor.lm, actor.lora, base=base, first=learner.ranks.first)
     try:
         learner.save(wanted=True, wait=True)
         if ended not in ("stopped", "drained"):  # nobody samples any more

@@ -7,6 +7,7 @@ tensor by tensor as it is copied out, so that they need not know of adapters, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common.config import Model
 from common.errors import ConfigError
@@ -40,7 +42,7 @@ def add_adapters(lm: nn.Module, options: Model, *, dtype: torch.dtype = torch.fl
         bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     try:
-        inject_adapter_in_model(config, lm)
+        inject_adapter_in_model(config, lm, low_cpu_mem_usage=next(lm.parameters()).is_meta)
     except ValueError as e:
         raise ConfigError(f"model.target_modules={options.target_modules}: {str(e).splitlines()[0]}") from e
     _refuse_other_layers(lm, options)
@@ -98,6 +100,29 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
+def reset_adapters(lm: nn.Module) -> None:
+    """As they begin: B is 0, A is random, drawn whole on every rank, so that the number of ranks changes nothing."""
+    for _, layer in _adapted(lm):
+        for a, b in zip(layer.lora_A.values(), layer.lora_B.values(), strict=True):
+            drawn = torch.empty(a.weight.shape)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # peft's
+            _local(a.weight).copy_(drawn[_rows(a.weight)])
+            _local(b.weight).zero_()
+
+
+def _rows(tensor: Tensor) -> slice:
+    """Which rows of the whole tensor are this rank's."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Within, the model computes what it did before it got adapters."""
@@ -118,6 +143,7 @@ class WithoutAdapters(nn.Module):
         super().__init__()
         self.actor = actor
         self.shares_prompts = actor.shares_prompts
+        self.offload = getattr(actor, "offload", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with adapters_off(self.actor):

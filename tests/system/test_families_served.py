@@ -19,9 +19,9 @@ from learner.export import save_hf
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
 from learner.scoring import answers
+from tests.families import FAMILIES, write_family
 from tests.learner_parts import SimulatedFeed, alone, make_config, make_groups, make_learner, make_sample
 from tests.live_run import ROOT
-from tests.unit.test_families import FAMILIES, write_family
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 USUAL = ["qwen3"]

@@ -24,8 +24,8 @@ from learner.model import Actor, load_actor, published_weights, weights_digest
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
 from learner.scoring import answers
+from tests.families import FAMILIES, SMALL
 from tests.learner_parts import SimulatedFeed, alone, initial_weights, make_config, make_groups, make_learner
-from tests.unit.test_families import FAMILIES, SMALL
 
 LORA = ("model.lora_rank=4", "model.lora_alpha=8", "actor.optim.lr=1e-2")
 
