@@ -29,18 +29,23 @@ class MemoryWatch:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = psutil.Process(process.pid)
-        self.peak, self.parts = 0, {}
+        self.peak = 0
+        self.parts: dict[str, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._stop.wait(0.5):
-            parts: dict[str, int] = {}
-            for p in [self._process, *self._process.children(recursive=True)]:
-                parts[f"{p.pid} {_what(p)}"] = _pss(p.pid)
+            parts = {f"{p.pid} {_what(p)}": _pss(p.pid) for p in self._processes()}
             if sum(parts.values()) > self.peak:
                 self.peak, self.parts = sum(parts.values()), parts
+
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            return [self._process, *self._process.children(recursive=True)]
+        except psutil.NoSuchProcess:  # it has ended
+            return []
 
     def close(self) -> None:
         self._stop.set()

@@ -61,6 +61,9 @@ def test_ranks_and_layouts_change_no_gradient_and_no_weight(tmp_path: Path, size
     large = write_family(tmp_path / "large", "qwen2", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
     halves = {name: t.bfloat16() for name, t in load_file(large / "model.safetensors").items()}
     save_file(halves, large / "model.safetensors", metadata={"format": "pt"})
+    for step in range(1, len(sizes) + 1):  # what a crash left behind under the names of checkpoints to come
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step}" / "__0_0.distcp").write_bytes(b"half")
     results = {n: _launch(n, weights, tmp_path) for n in sizes}
     reference = results[1][rank_program.GRID[0]]
     assert sum(bool(g.any()) for g in reference["gradients"].values()) == 26 + 28
