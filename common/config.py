@@ -32,7 +32,7 @@ def _threshold(value: object) -> object:
 
 Threshold = Annotated[float | str | None, BeforeValidator(_threshold)]
 ResumeMode = Annotated[  # YAML reads a bare `off` as false; verl says `disable`
-    Literal["auto", "off"], BeforeValidator(lambda v: "off" if v is False or v == "disable" else v)
+    Literal["auto", "off", "resume_path"], BeforeValidator(lambda v: "off" if v is False or v == "disable" else v)
 ]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal[
@@ -55,7 +55,8 @@ KLKind = Literal[
 
 
 # Keys that make a host run code: they come from its own command line, never from Redis.
-HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code")
+# (A checkpoint is unpickled.)
+HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code", "trainer.resume_from_path")
 
 
 class Section(BaseModel):
@@ -111,6 +112,13 @@ class Model(Section):
     """Dtype of the weights as trained and as served."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
+    generators get the merged weights. 0: all weights are trained."""
+    lora_alpha: PositiveInt = 16
+    """Adapters count `lora_alpha / lora_rank` times."""
+    target_modules: str | list[str] = "all-linear"
+    """Linear layers that get an adapter: the ends of their names, a pattern, or `all-linear` (all but the head)."""
     attn_implementation: Literal["sdpa", "varlen"] = "sdpa"
     """sdpa: PyTorch's attention with a mask where rows are packed. varlen: flash attention over each sequence of a row,
     without a mask (GPU, bfloat16; prompts are not shared); written, but not yet run on a GPU."""
@@ -366,9 +374,16 @@ class Trainer(Section):
     """Validate version 0 before the first step."""
     resume_mode: ResumeMode = "auto"
     """auto: a run directory that has a run of this config is continued; off: it is refused, unless that run is still
-    in its Redis (one of its processes was started again)."""
+    in its Redis (one of its processes was started again); resume_path: from `trainer.resume_from_path`."""
+    resume_from_path: str | None = None
+    """With `resume_mode=resume_path`: a checkpoint, `…/checkpoints/step_N`. One of this run: later steps are redone
+    from the ledger. Another run's, in a new `run.dir`: models, optimizers, KL controller are taken over, all counts
+    begin at 0. It is unpickled, so trust it; taken only from this host's own command line."""
     max_ckpt_to_keep: PositiveInt = 2
     """Checkpoints kept (the newest valid one always)."""
+    async_save: bool = True
+    """Copy a checkpoint's tensors to host memory (12 bytes per trained parameter, kept) and write them while training
+    goes on; false: training waits until it is written."""
     max_nonfinite_steps: PositiveInt = 3
     """Skipped steps in a row after which the run ends with an error."""
     nproc_per_node: PositiveInt = 1

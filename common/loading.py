@@ -43,6 +43,7 @@ VERL_NAMES = {
     "critic.fsdp_config.fsdp_size": "actor.fsdp_config.fsdp_size",
     "ref.fsdp_config.fsdp_size": "actor.fsdp_config.fsdp_size",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+    "actor.checkpoint.async_save": "trainer.async_save",
     "trainer.total_training_steps": "run.max_steps",
 }
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -22,6 +22,7 @@ from common.errors import ConfigError
 from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
 from learner.logprobs import at_least_float32, token_logprobs
+from learner.lora import merged_parameters, reset_adapters
 from learner.offload import Offload
 from learner.packing import MicroBatch
 
@@ -36,6 +37,7 @@ class Actor(nn.Module):
     split: dist.ProcessGroup | None = None  # ranks that divide the columns of each row
     varlen = False  # flash attention, sequence by sequence
     offload: Offload | None = None  # where it is while it is not in use
+    lora: Any = None  # peft's LoraConfig, if only adapters are trained
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
@@ -54,7 +56,8 @@ class Actor(nn.Module):
         return part.gather(logprobs), part.gather(entropy) if entropy is not None else None
 
     def reset_own(self) -> None:
-        """There is nothing but the Hugging Face model."""
+        """What the folder of the Hugging Face model has not: adapters, if there are any."""
+        reset_adapters(self.lm)
 
     def head(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] → logits [tokens, vocab], with the model's own output scaling."""
@@ -304,21 +307,26 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def published_weights(actor: Actor, *, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and whole tensors in the served dtype; a tied head is not listed.
+    """Hugging Face names and whole tensors in the served dtype, adapters merged; a tied head is not listed.
 
     On one rank in float32 these are the parameters themselves: copy them before the next update.
     """
     reshard(actor)
-    for name, p in actor.lm.named_parameters():
-        yield name, whole(p.detach()).to(DTYPES[dtype])
+    for name, tensor in merged_parameters(actor.lm):
+        yield name, tensor.to(DTYPES[dtype])
+
+
+def weights_digest(module: nn.Module) -> str:
+    """16 hex digits that change with any bit of the weights; of those that are trained, if only some are."""
+    reshard(module)
+    return digest_of([p for p in module.parameters() if p.requires_grad] or list(module.parameters()))
 
 
 @torch.no_grad()
-def weights_digest(module: nn.Module) -> str:
-    """16 hex digits that change with any bit of the weights: a sum of words, each tensor with its own factor."""
-    reshard(module)
+def digest_of(parameters: list[nn.Parameter]) -> str:
+    """A sum of words, each tensor with its own factor; collective if they are sharded."""
     total = torch.zeros((), dtype=torch.int64)
-    for i, (_, p) in enumerate(module.named_parameters()):
-        words = whole(p.detach()).contiguous().view(-1).view(torch.int32)
+    for i, p in enumerate(parameters):
+        words = whole(p.detach()).contiguous().view(-1).view(torch.int16 if p.itemsize == 2 else torch.int32)
         total += words.sum(dtype=torch.int64).cpu() * (2 * i + 1)
     return f"{int(total) & 0xFFFF_FFFF_FFFF_FFFF:016x}"

@@ -14,7 +14,8 @@ from common.config import Config, Trained
 from common.errors import ConfigError
 from learner.estimates import KLController, make_kl_controller
 from learner.initial import model_folder
-from learner.model import Actor, build_actor, build_critic, freeze, load_actor, load_critic
+from learner.lora import WithoutAdapters, add_adapters, is_adapter
+from learner.model import DTYPES, Actor, build_actor, build_critic, digest_of, freeze, load_actor, load_critic
 from learner.offload import Offload, put_away
 from learner.optim import make_optimizer
 from learner.ranks import Ranks
@@ -26,8 +27,9 @@ from learner.updates import Trainee
 class Models:
     actor: Trainee
     critic: Trainee | None
-    reference: Actor | None
+    reference: Actor | WithoutAdapters | None
     kl_controller: KLController
+    base_digest: str = ""  # of the weights that adapters belong to
 
     def trainees(self) -> list[Trainee]:
         return [t for t in (self.actor, self.critic) if t is not None]
@@ -46,18 +48,23 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
         own = config.critic.model_path
         backbone = model_folder("critic.model_path", own) if own else folder
         critic = _trainee("critic", build_critic, load_critic, backbone, config, ranks)
-    if config.needs_reference:
+    if config.needs_reference and config.model.lora_rank:
+        reference = WithoutAdapters(actor.module)
+    elif config.needs_reference:
         frozen = freeze(build_actor(folder, **_built(config, ranks)))
         reference = _placed(frozen, load_actor, folder, config, ranks, offload=config.ref.fsdp_config.offload_policy)
         reference.offload = Offload(config.ref.fsdp_config.param_offload, False, ranks.device)
         put_away(reference)
-    return Models(actor, critic, reference, make_kl_controller(config))
+    base = [p for name, p in actor.module.named_parameters() if not is_adapter(name)] if config.model.lora_rank else []
+    return Models(actor, critic, reference, make_kl_controller(config), digest_of(base) if base else "")
 
 
 def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ranks: Ranks) -> Trainee:
     options: Trained = getattr(config, name)
     places = options.fsdp_config
     module = build(folder, **_built(config, ranks))
+    if name == "actor" and config.model.lora_rank:
+        module.lora = add_adapters(module.lm, config.model, dtype=DTYPES[config.model.dtype])
     if options.use_torch_compile:
         compile_layers(module, ranks.device, key=f"{name}.use_torch_compile")
     if config.model.enable_gradient_checkpointing:

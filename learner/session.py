@@ -99,7 +99,7 @@ class Session:
             publisher.prove_with(self._canary())
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
-        resume.resume(self.learner, attached)
+        resume.resume(self.learner, attached, begun=role.begun)
         self.learner.publish(always=True)
         if isinstance(publisher, Publisher):
             publisher.make_canary()

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import ConfigError
 from common.logs import LOGGER
+from learner.lora import BASE, is_adapter
 from learner.model import DTYPES
 from learner.ranks import Ranks
 
@@ -133,9 +134,9 @@ def _fill(module: nn.Module, folder: Path, whole: Callable[[], nn.Module], ranks
     loaded: dict[str, Tensor] = {}
     ranks.share(lambda: loaded.update(whole().state_dict()))
     for name, p in module.named_parameters():
-        if not name.startswith(module.holder):
+        if not name.startswith(module.holder) or is_adapter(name):
             continue
-        full = loaded.pop(name).to(p.dtype) if ranks.first else torch.empty(p.shape, dtype=p.dtype)
+        full = loaded.pop(name.replace(BASE, ".")).to(p.dtype) if ranks.first else torch.empty(p.shape, dtype=p.dtype)
         if ranks.line is not None:
             dist.broadcast(full, 0, group=ranks.line)
         begin, end = _rows(p)
@@ -146,8 +147,12 @@ def _sources(module: nn.Module, folder: Path) -> Sources | None:
     """Where each weight of the model is; None if one is not to be found under its name and shape."""
     where = _files(folder)
     prefix = getattr(module.get_submodule(module.holder.rstrip(".")), "base_model_prefix", "")
-    parameters = {n: p for n, p in module.named_parameters(remove_duplicate=False) if n.startswith(module.holder)}
-    keys = {name: _key(name.removeprefix(module.holder), prefix, where) for name in parameters}
+    parameters = {
+        name: p
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if name.startswith(module.holder) and not is_adapter(name)
+    }
+    keys = {name: _key(name.removeprefix(module.holder).replace(BASE, "."), prefix, where) for name in parameters}
     unique = dict(module.named_parameters())
     sources: Sources = {}
     for name, p in parameters.items():

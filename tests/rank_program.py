@@ -25,7 +25,7 @@ from learner import models as loading
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
 from learner.loop import Outcome, train_step
-from learner.model import build_actor, load_actor, reshard, weights_digest, whole
+from learner.model import build_actor, load_actor, published_weights, reshard, weights_digest, whole
 from learner.models import Models, load_models
 from learner.packing import MicroBatch, Packing, micro_batches
 from learner.ranks import Ranks, arrange, join_ranks, leave_ranks
@@ -87,8 +87,10 @@ def main(weights: Path, out: Path) -> None:
         one_reduction(weights, ranks)
         skip_alike(weights, ranks)
         save(weights, out, ranks)
+        adapters = train_adapters(weights, ranks)
         if ranks.first:
             torch.save(results, out / f"{ranks.world_size}.pt")
+            torch.save(adapters, out / f"{ranks.world_size}.adapters.pt")
     finally:
         leave_ranks()
 
@@ -297,7 +299,18 @@ def save(weights: Path, out: Path, ranks: Ranks) -> None:
         assert state["digests"] == [weights_digest(t.module) for t in models.trainees()]
         step = state["step"]
     assert _step(models, ranks, step + 1).applied
-    checkpoints.save(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
+    checkpoints.begin(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
+    assert _step(models, ranks, step + 2).applied  # while the checkpoint is written
+    assert checkpoints.finished(wait=True) == checkpoints.folder / f"step_{step + 1}"
+
+
+def train_adapters(weights: Path, ranks: Ranks) -> dict[str, Tensor]:
+    """Two steps with LoRA (KL against the base, which is the model without adapters): the merged weights."""
+    options = ("model.lora_rank=4", "actor.optim.eps=1e-3", "actor.use_kl_loss=true", "actor.optim.lr=1e-2")
+    models = load_models(make_config(*COMMON, *options), weights, ranks)
+    for step in (1, 2):
+        assert _step(models, ranks, step, *options).applied
+    return {name: t.clone() for name, t in published_weights(models.actor.module, dtype="float32")}
 
 
 if __name__ == "__main__":
