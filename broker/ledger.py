@@ -375,9 +375,11 @@ class Ledger(Book):
             there = ", ".join(map(str, self.checkpoints)) or "none"
             raise LedgerError(f"rollback to step {to} refused: its checkpoint is not valid; valid are: {there}")
         c = self.counters
-        c.step, c.version, c.epoch = c.step + 1, c.version + 1, c.epoch + 1
-        c.floor, c.epoch_start, self.attached = c.version, c.step, (ROLLBACK, who)
-        self._changes.epochs.append((c.epoch, *self.attached))
+        c.step, c.version = c.step + 1, c.version + 1
+        c.floor, c.epoch_start = c.version, c.step
+        if self.attached is None or self.attached[0] != ROLLBACK:  # the second in a row finds nobody to end
+            c.epoch, self.attached = c.epoch + 1, (ROLLBACK, who)
+            self._changes.epochs.append((c.epoch, *self.attached))
         self._changes.steps.append(
             Step(
                 step=c.step, epoch=c.epoch, version=c.version - 1, limit=0, applied=False, reason="rollback",

@@ -92,7 +92,10 @@ def ask_broker(folder: Path, config: Config, to: int, who: str) -> tuple[int, in
         DeadlineError: it does not answer. LedgerError: it refuses.
     """
     with closing(Archive(folder)) as archive:
-        address = f"tcp://{config.run.bind_host}:{archive.broker_port()}"
+        port = archive.broker_port()
+    if not port:
+        raise LedgerError(f"{folder}: the run has only begun; try again")
+    address = f"tcp://{config.run.bind_host}:{port}"
     with closing(Dealer(address, f"rollback-{os.getpid()}-{time.time_ns()}".encode())) as dealer:
         dealer.send(encode("rollback", id=1, run=str(config.run.id), step=to, who=who))
         frames = dealer.receive(BROKER_S)

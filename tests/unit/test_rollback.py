@@ -74,6 +74,9 @@ def test_the_ledger_goes_on_above_what_it_gave_up(tmp_path: Path) -> None:
             call()
     with pytest.raises(RolledBackError, match=r"me rolled the run back.* the checkpoint of step 2"):
         ledger.claim(old, 7, 6, 4)
+    assert ledger.roll_back(2, who="me again", at=0.0) == 7
+    with pytest.raises(RolledBackError):
+        ledger.claim(old, 8, 7, 4)
     new = ledger.attach("learner", "2")
     with pytest.raises(FencedError, match="has taken the run"):
         ledger.claim(old, 7, 6, 4)
