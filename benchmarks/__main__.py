@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "results" / "latest.json"
 
 
 def main(names: list[str]) -> int:
-    from benchmarks import broker, learner, system, weights, wire  # noqa: F401  (they register themselves)
+    from benchmarks import broker, checkpoints, learner, system, weights, wire  # noqa: F401  (they register themselves)
 
     unknown = [n for n in names if n not in BENCHMARKS]
     if unknown:

@@ -32,7 +32,7 @@ def _threshold(value: object) -> object:
 
 Threshold = Annotated[float | str | None, BeforeValidator(_threshold)]
 ResumeMode = Annotated[  # YAML reads a bare `off` as false; verl says `disable`
-    Literal["auto", "off"], BeforeValidator(lambda v: "off" if v is False or v == "disable" else v)
+    Literal["auto", "off", "resume_path"], BeforeValidator(lambda v: "off" if v is False or v == "disable" else v)
 ]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal[
@@ -55,7 +55,8 @@ KLKind = Literal[
 
 
 # Keys that make a host run code: they come from its own command line, never from Redis.
-HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code")
+# (A checkpoint is unpickled.)
+HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code", "trainer.resume_from_path")
 
 
 class Section(BaseModel):
@@ -111,6 +112,18 @@ class Model(Section):
     """Dtype of the weights as trained and as served."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
+    generators get the merged weights. 0: all weights are trained."""
+    lora_alpha: PositiveInt = 16
+    """Adapters count `lora_alpha / lora_rank` times."""
+    target_modules: str | list[str] = "all-linear"
+    """Linear layers that get an adapter: the ends of their names, a pattern, or `all-linear` (all but the head)."""
+    attn_implementation: Literal["sdpa", "varlen"] = "sdpa"
+    """sdpa: PyTorch's attention with a mask where rows are packed. varlen: flash attention over each sequence of a row,
+    without a mask (GPU, bfloat16; prompts are not shared); written, but not yet run on a GPU."""
+    use_remove_padding: bool = True
+    """Pack sequences end to end into rows; false: one padded sequence a row (slower, the same numbers)."""
     warmup: Warmup = Field(default_factory=Warmup)
     trust_remote_code: bool = False
     """Run code that comes with the model. Taken only from this host's own command line."""
@@ -228,6 +241,32 @@ class Optim(Section):
     """AdamW's ε."""
 
 
+class FSDPConfig(Section):
+    """Where a trained model lives."""
+
+    param_offload: bool = False
+    """Keep the weights in host memory while the model is not in use."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory except during updates."""
+    offload_policy: bool = False
+    """FSDP2's CPU offload: weights, gradients and optimizer stay in host memory, layers come and go; slow, smallest."""
+    reduce_every_micro_step: bool = False
+    """Sum gradients over ranks in each micro-step instead of once an update: more traffic, but no rank holds a whole
+    gradient (4 bytes per parameter)."""
+
+
+class ActorFSDPConfig(FSDPConfig):
+    fsdp_size: int = Field(-1, ge=-1)
+    """Ranks that share one copy of each model; the copies' gradients are averaged (HSDP). -1: all ranks share one."""
+
+
+class RefFSDPConfig(Section):
+    param_offload: bool = False
+    """Keep the reference's weights in host memory while it is not in use."""
+    offload_policy: bool = False
+    """FSDP2's CPU offload of the reference: layers come and go."""
+
+
 class PolicyLoss(Section):
     loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
     """Form of the policy loss."""
@@ -246,16 +285,22 @@ class Trained(Section):
     use_dynamic_bsz: bool = True
     """Micro-batches by token budget instead of by row count."""
     ppo_max_token_len_per_gpu: PositiveInt = 16384
-    """Token budget of one packed micro-batch with gradients."""
+    """Token budget of one micro-batch with gradients, padding included."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
-    """Rows per micro-batch when `use_dynamic_bsz` is false."""
+    """Sequences per micro-batch when `use_dynamic_bsz` is false."""
     share_prompts: bool = True
     """Compute a prompt once for the samples of its group, where that is less work and the model allows it."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
+    use_torch_compile: bool = False
+    """Compile each layer (torch.compile); the first steps are slow."""
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
 
 
 class Actor(Trained):
+    fsdp_config: ActorFSDPConfig = Field(default_factory=ActorFSDPConfig)
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Ranks that divide the tokens of each row among them, of all models: longer sequences than one rank can hold."""
     policy_loss: PolicyLoss = Field(default_factory=PolicyLoss)
     clip_ratio: float = Field(0.2, gt=0, lt=1)
     """PPO's ε, both sides."""
@@ -285,6 +330,10 @@ class Critic(Trained):
     """Clip of the value update; null: none."""
     warmup_steps: NonNegativeInt = 0
     """First steps in which only the critic is trained."""
+
+
+class Ref(Section):
+    fsdp_config: RefFSDPConfig = Field(default_factory=RefFSDPConfig)
 
 
 class Rollout(Section):
@@ -325,9 +374,16 @@ class Trainer(Section):
     """Validate version 0 before the first step."""
     resume_mode: ResumeMode = "auto"
     """auto: a run directory that has a run of this config is continued; off: it is refused, unless that run is still
-    in its Redis (one of its processes was started again)."""
+    in its Redis (one of its processes was started again); resume_path: from `trainer.resume_from_path`."""
+    resume_from_path: str | None = None
+    """With `resume_mode=resume_path`: a checkpoint, `…/checkpoints/step_N`. One of this run: later steps are redone
+    from the ledger. Another run's, in a new `run.dir`: models, optimizers, KL controller are taken over, all counts
+    begin at 0. It is unpickled, so trust it; taken only from this host's own command line."""
     max_ckpt_to_keep: PositiveInt = 2
     """Checkpoints kept (the newest valid one always)."""
+    async_save: bool = True
+    """Copy a checkpoint's tensors to host memory (12 bytes per trained parameter, kept) and write them while training
+    goes on; false: training waits until it is written."""
     max_nonfinite_steps: PositiveInt = 3
     """Skipped steps in a row after which the run ends with an error."""
     nproc_per_node: PositiveInt = 1
@@ -410,6 +466,7 @@ class Config(Section):
     algorithm: Algorithm = Field(default_factory=Algorithm)
     actor: Actor = Field(default_factory=Actor)
     critic: Critic = Field(default_factory=Critic)
+    ref: Ref = Field(default_factory=Ref)
     rollout: Rollout = Field(default_factory=Rollout)
     trainer: Trainer = Field(default_factory=Trainer)
     staleness: Staleness = Field(default_factory=Staleness)
@@ -483,6 +540,20 @@ def combination_faults(c: Config) -> list[str]:
         bool(c.data.train_files) == bool(c.data.task) and not (no_prompts and c.replay.rollouts),
         "data.train_files: give exactly one of data.train_files and data.task",
     )
+    refuse(
+        c.model.attn_implementation == "varlen" and c.model.dtype == "float32",
+        "model.attn_implementation=varlen: flash attention computes in bfloat16; set model.dtype=bfloat16, or use sdpa",
+    )
+    split, shard = c.actor.ulysses_sequence_parallel_size, c.actor.fsdp_config.fsdp_size
+    for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard)):
+        refuse(
+            size == 0 or (size != -1 and c.trainer.nproc_per_node % size != 0),
+            f"actor.{key}={size}: must divide trainer.nproc_per_node={c.trainer.nproc_per_node}",
+        )
+    refuse(
+        c.ref.fsdp_config.offload_policy and c.ref.fsdp_config.param_offload,
+        "ref.fsdp_config.offload_policy=true: keeps the weights in host memory all the time; leave out param_offload",
+    )
     for name, part in (("actor", c.actor), ("critic", c.critic)):
         mini = part.ppo_mini_batch_size
         refuse(
@@ -490,10 +561,21 @@ def combination_faults(c: Config) -> list[str]:
             f"{name}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={B}",
         )
         refuse(
-            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu < c.max_sequence_tokens,
+            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu * split < c.max_sequence_tokens,
             f"{name}.ppo_max_token_len_per_gpu={part.ppo_max_token_len_per_gpu}: one sequence can have "
             f"data.max_prompt_length + data.max_response_length = {c.max_sequence_tokens} tokens; "
-            "raise it to at least that",
+            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
+            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
+        )
+        refuse(
+            part.use_torch_compile and split > 1,
+            f"{name}.use_torch_compile=true: layers that exchange rows with other ranks are not compiled; set it to "
+            "false, or actor.ulysses_sequence_parallel_size=1",
+        )
+        refuse(
+            part.fsdp_config.offload_policy and (part.fsdp_config.param_offload or part.fsdp_config.optimizer_offload),
+            f"{name}.fsdp_config.offload_policy=true: keeps weights and optimizer in host memory all the time; "
+            "leave out param_offload and optimizer_offload",
         )
     refuse(
         c.rollout.n == 1

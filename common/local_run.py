@@ -72,10 +72,13 @@ def role_command(role: str, config: Config, folder: Path, arguments: list[str]) 
 
 def host_overrides(config: Config) -> list[str]:
     """The values that never travel through Redis, for the command lines of this host's roles."""
-    path, trusted = config.reward.custom_function.path, config.model.trust_remote_code
+    def resolved(path: str | None) -> str | None:
+        return json.dumps(str(Path(path).expanduser().resolve())) if path else None
+
     values = {
-        "reward.custom_function.path": json.dumps(str(Path(path).expanduser().resolve())) if path else None,
-        "model.trust_remote_code": "true" if trusted else None,
+        "reward.custom_function.path": resolved(config.reward.custom_function.path),
+        "model.trust_remote_code": "true" if config.model.trust_remote_code else None,
+        "trainer.resume_from_path": resolved(config.trainer.resume_from_path),
     }
     return [f"{key}={value}" for key in HOST_KEYS if (value := values[key])]
 

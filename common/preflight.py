@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import importlib.util
 import re
 import socket
 import tempfile
@@ -30,7 +31,8 @@ LOCK_FILE = "run.lock"
 MAY_CHANGE = (
     "run.max_steps", "run.goal_score", "run.goal_window", "run.redis_url", "run.stop_timeout_s", "run.start_timeout_s",
     "run.max_restarts", "generators.count", "trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep",
-    "trainer.logger", "trainer.resume_mode", "trainer.project_name", "trainer.experiment_name",
+    "trainer.async_save", "trainer.logger", "trainer.resume_mode", "trainer.resume_from_path", "trainer.project_name",
+    "trainer.experiment_name",
     "ledger.fsync", "ledger.keep_bytes", "ledger.redo_bytes", "ledger.untrained_bytes",
 )  # fmt: skip
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
@@ -65,7 +67,7 @@ def checked_config(paths: list[str], overrides: list[str], *, folder: bool = Tru
 def world_faults(config: Config) -> list[str]:
     """What the config names and this machine does not have."""
     return [*_data(config), *_model(config), *_reward(config), *_redis(config.run.redis_url),
-            *_replay(config)]  # fmt: skip
+            *_replay(config), *_resume_path(config)]  # fmt: skip
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -91,6 +93,8 @@ def _model(config: Config) -> Iterator[str]:
             yield f"{key}={path}: is a file; give a Hugging Face model folder"
         elif not _HUB_NAME.fullmatch(path):
             yield f"{key}={path}: no such folder"
+    if config.model.lora_rank and importlib.util.find_spec("peft") is None:
+        yield f"model.lora_rank={config.model.lora_rank}: needs peft; install it (the extra `lora`), or set it to 0"
 
 
 def _reward(config: Config) -> Iterator[str]:
@@ -153,6 +157,17 @@ def _replay(config: Config) -> Iterator[str]:
             yield (f"{name}: recorded with another config (here != there); use that config, or replay.mode=offline "
                    "to train on its rollouts with this one")  # fmt: skip
             yield from (f"  {d}" for d in changed)
+
+
+def _resume_path(config: Config) -> Iterator[str]:
+    """The checkpoint to resume from is there, and is asked for."""
+    path, mode = config.trainer.resume_from_path, config.trainer.resume_mode
+    if path is None and mode == "resume_path":
+        yield "trainer.resume_mode=resume_path: give the checkpoint with trainer.resume_from_path=…/checkpoints/step_N"
+    elif path is not None and mode != "resume_path":
+        yield f"trainer.resume_from_path={path}: is not used with trainer.resume_mode={mode}; set that to resume_path"
+    elif path is not None and not (Path(path).expanduser() / "manifest.json").is_file():
+        yield f"trainer.resume_from_path={path}: is no finished checkpoint (no manifest.json in it)"
 
 
 def recorded_config(path: Path) -> str | None:

@@ -228,6 +228,7 @@ def _shared_text(config: Config) -> str:
     needs_reward_file = bool(tree["reward"]["custom_function"]["path"])
     tree["reward"]["custom_function"]["path"] = None
     tree["model"]["trust_remote_code"] = False
+    tree["trainer"]["resume_from_path"] = None
     tree["run"]["redis_url"] = None
     begun = secrets.token_hex(8)
     return json.dumps({"config": tree, "needs_reward_file": needs_reward_file, "begun": begun}, indent=1)

@@ -6,34 +6,52 @@
 
 DCP unpickles what it loads, so a checkpoint is trusted input: nothing is opened before its hash.
 The latest is the largest step *number* whose manifest holds.
+
+A checkpoint is begun (its tensors copied to host memory, which is what the step waits for), written by
+a thread while training goes on, and reported once it is in its place. One is in the making at most.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from common.errors import CheckpointError
-from common.failpoints import failpoint
+from common.errors import CheckpointError, DeadlineError
 from common.logs import LOGGER
-from learner.files import fresh_folder, put_in_place, sha256
+from learner.files import beside, fresh_folder, put_in_place, sha256
 from learner.models import Models
 from learner.ranks import Ranks
+from learner.saving import Stager, at, in_thread, write_tensors
 
 SCHEMA = 1
 MANIFEST, STATE = "manifest.json", "state.json"
+WRITE_S = 3600.0  # longest time that writing one takes
 _NAME = re.compile(r"step_(\d+)")
+_LEFTOVER = re.compile(r"\.(step_\d+)\.(new|old)")
 _log = logging.getLogger(LOGGER)
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A checkpoint in the making."""
+
+    step: int
+    future: Future[None]
 
 
 class Checkpoints:
@@ -42,30 +60,91 @@ class Checkpoints:
     def __init__(self, folder: Path, *, run_id: str, keep: int, ranks: Ranks) -> None:
         """keep: how many to keep; the newest valid one is never deleted."""
         self.folder, self.run_id, self.keep, self.ranks = folder, run_id, max(1, keep), ranks
+        self._writing: _Writing | None = None
+        self._stage = Stager()
+        self._group: dist.ProcessGroup | None = None  # its own: training's collectives go on beside it
         self.abandoned: Sequence[tuple[int, int]] = ()  # (first, last) step that rollbacks gave up: never loaded again
 
     def save(self, step: int, models: Models, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `step`; it is there when this returns. Older ones beyond `keep` are removed.
 
         state: JSON values (progress, version, …).
-        """
-        target = self.folder / f"step_{step}"
 
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self.begin(step, models, state, copy=False)
+        self.finished(wait=True)
+        return self.folder / f"step_{step}"
+
+    def begin(self, step: int, models: Models, state: dict[str, Any], *, copy: bool = True) -> None:
+        """Have the checkpoint of `step` written by a thread, from a copy that training does not change.
+
+        copy: false if the weights stay as they are until `finished` has said so.
+        """
+        assert self._writing is None, "one at a time: wait for `finished`"
+        at("begin")
+        target = self.folder / f"step_{step}"
         fresh = self.ranks.share(lambda: fresh_folder(target))
-        dcp.save(_tensors(models), checkpoint_id=fresh)
-        failpoint("learner.checkpoint.tensors")
-        self.ranks.share(lambda: self._finish(step, fresh, {**state, "kl_coef": models.kl_controller.value}))
-        return target
+        at("folder")
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_S))
+        tensors = _tensors(models)
+        tensors = self._stage(tensors) if copy else tensors
+        at("staged")
+        state = {**state, "kl_coef": models.kl_controller.value, "adapters": _adapters(models)}
+        self._writing = _Writing(
+            step, in_thread(lambda: self._write(step, fresh, tensors, state), name=f"checkpoint-{step}")
+        )
+
+    def finished(self, *, wait: bool = False) -> Path | None:
+        """The checkpoint in the making, once it is in its place (told once); `wait` for it if there is one.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        writing = self._writing
+        if writing is None or not self.ranks.share(lambda: wait or writing.future.done()):
+            return None
+        self._writing = None
+        self.ranks.share(lambda: _result(writing))
+        _result(writing)  # the other ranks' part ended before rank 0's
+        return self.folder / f"step_{writing.step}"
+
+    def _write(self, step: int, fresh: Path, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+        """The thread's work on each rank."""
+        at("thread")
+        assert self._group is not None
+        write_tensors(tensors, fresh, self._group)
+        at("tensors")
+        if self.ranks.first:
+            self._finish(step, fresh, state)
 
     def _finish(self, step: int, fresh: Path, state: dict[str, Any]) -> None:
         """Rank 0, once all ranks have written: state and manifest, then put in place."""
         _write_json(fresh / STATE, {**state, "schema": SCHEMA, "run": self.run_id, "step": step})
+        at("state")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in fresh.iterdir()}
+        at("hashes")
         _write_json(fresh / MANIFEST, {"schema": SCHEMA, "files": files})
-        failpoint("learner.checkpoint.written")
-        put_in_place(fresh, self.folder / f"step_{step}")
-        failpoint("learner.checkpoint.renamed")
+        at("written")
+        put_in_place(fresh, self.folder / f"step_{step}", at=at)
         self._remove_old(newest=step)
+        at("end")
+
+    def tidy(self) -> None:
+        """Remove what a crash left behind. One that was just being replaced by its successor gets its name back."""
+        self.ranks.share(self._tidy)
+
+    def _tidy(self) -> None:
+        for path in sorted(self.folder.glob(".step_*")):
+            if (match := _LEFTOVER.fullmatch(path.name)) is None:
+                continue
+            target = self.folder / match.group(1)
+            if match.group(2) == "old" and not target.exists() and (path / MANIFEST).exists():
+                os.rename(path, target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps that have a folder, ascending; whether it is whole is another question."""
@@ -80,7 +159,7 @@ class Checkpoints:
 
     def _latest(self, at_most: int | None) -> Path | None:
         for step in reversed(self.steps()):
-            if (at_most is not None and step > at_most) or self._is_given_up(step):
+            if (at_most is not None and step > at_most) or self.is_given_up(step):
                 continue
             path = self.folder / f"step_{step}"
             try:
@@ -98,8 +177,10 @@ class Checkpoints:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         return state["step"], state["version"]
 
-    def load(self, path: Path, models: Models) -> dict[str, Any]:
+    def load(self, path: Path, models: Models, *, foreign: bool = False) -> dict[str, Any]:
         """Put a checkpoint into `models`; returns its state.
+
+        foreign: it may be another run's.
 
         Raises:
             CheckpointError: damaged (naming the file), of another schema or run, or of other models.
@@ -108,8 +189,12 @@ class Checkpoints:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         if state.get("schema") != SCHEMA:
             raise CheckpointError(f"{path}: schema {state.get('schema')}, this program reads {SCHEMA}")
-        if state["run"] != self.run_id:
+        if state["run"] != self.run_id and not foreign:
             raise CheckpointError(f"{path}: belongs to run {state['run']!r}, not to {self.run_id!r}")
+        if (theirs := state.get("adapters")) != (ours := _adapters(models)):
+            raise CheckpointError(
+                f"{path}: has {theirs or 'no adapters'}, this run has {ours or 'none'} (base: a digest)"
+            )
         tensors = _tensors(models)
         try:
             dcp.load(tensors, checkpoint_id=path)
@@ -118,20 +203,44 @@ class Checkpoints:
             raise CheckpointError(f"{path}: is not of these models ({last})") from e
         for t in models.trainees():
             part = tensors[t.name]
-            set_state_dict(t.module, t.optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"])
+            set_state_dict(
+                t.module, t.optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"],
+                options=StateDictOptions(strict=False),  # what is frozen is not in it
+            )  # fmt: skip
         torch.set_rng_state(tensors["rng"])
         models.kl_controller.value = state["kl_coef"]
         return state
 
     def _remove_old(self, *, newest: int) -> None:
-        """Keep the newest `keep` up to the one just written, which is known to be valid; none that was given up."""
-        older = [s for s in self.steps() if s < newest]
-        kept = [s for s in reversed(older) if not self._is_given_up(s)][: self.keep - 1]
-        for step in set(older) - set(kept):
-            shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
+        """Keep the newest `keep` up to the one just written, which is known to be valid; none that was given up.
 
-    def _is_given_up(self, step: int) -> bool:
+        One that goes is renamed first: a crash meanwhile leaves nothing that looks like a damaged checkpoint.
+        """
+        older = [s for s in self.steps() if s < newest]
+        kept = [s for s in reversed(older) if not self.is_given_up(s)][: self.keep - 1]
+        for step in sorted(set(older) - set(kept)):
+            path = self.folder / f"step_{step}"
+            gone = beside(path, "new")  # what `tidy` removes
+            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(path, gone)
+            at("retired")
+            shutil.rmtree(gone, ignore_errors=True)
+            at("removed")
+
+    def is_given_up(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self.abandoned)
+
+
+def _result(writing: _Writing) -> None:
+    """Raises CheckpointError if the checkpoint cannot be written, or what else ended its thread."""
+    try:
+        writing.future.result(WRITE_S)
+    except TimeoutError:
+        raise DeadlineError(f"the checkpoint of step {writing.step} to be written", WRITE_S) from None
+    except OSError as e:
+        raise CheckpointError(
+            f"the checkpoint of step {writing.step} cannot be written ({e.strerror}: {e.filename}); is the disk full?"
+        ) from e
 
 
 def verify(path: Path) -> None:
@@ -156,13 +265,24 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path / min(extra)}: does not belong to this checkpoint")
 
 
+def _adapters(models: Models) -> dict[str, Any] | None:
+    """What adapters are made of; they mean nothing beside another base."""
+    lora = models.actor.module.lora
+    return None if lora is None else {"rank": lora.r, "alpha": lora.lora_alpha, "base": models.base_digest}
+
+
 def _tensors(models: Models) -> dict[str, Any]:
-    """Model and optimizer of each trainee by full names, and the RNG: ranks draw alike, so one state is all."""
+    """What is trained of each model, its optimizer, by full names; the RNG: ranks draw alike, so one state is all."""
     tensors: dict[str, Any] = {"rng": torch.get_rng_state()}
     for t in models.trainees():
         model, optimizer = get_state_dict(t.module, t.optimizer)
-        tensors[t.name] = {"model": model, "optimizer": optimizer}
+        frozen = {name for name, p in t.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        tensors[t.name] = {"model": {n: v for n, v in model.items() if n not in frozen}, "optimizer": optimizer}
     return tensors
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import LeewayError, Stopped
 from learner import validation
 from learner.export import save_hf
+from learner.lora import save_adapter
 
 if TYPE_CHECKING:
     from learner.loop import Learner
@@ -22,8 +23,12 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
     stopped = ended == "stopped"
     target = learner.run_dir / "hf"
     save_hf(target, learner.models.actor.module, tokenizer, dtype=learner.config.model.dtype, ranks=learner.ranks)
+    actor = learner.models.actor.module
+    if actor.lora is not None:
+        base = learner.config.model.path or str(learner.run_dir / "model")
+        save_adapter(learner.run_dir / "adapter", actor.lm, actor.lora, base=base, first=learner.ranks.first)
     try:
-        learner.save(wanted=True)
+        learner.save(wanted=True, wait=True)
         if ended not in ("stopped", "drained"):  # nobody samples any more
             learner.publish(always=True)
             validation.validate_last(learner)

@@ -19,33 +19,37 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
 def fresh_folder(target: Path) -> Path:
     """An empty folder beside `target`; what a crash left over there is removed."""
     for kind in ("new", "old"):
-        shutil.rmtree(_beside(target, kind), ignore_errors=True)
-    fresh = _beside(target, "new")
+        shutil.rmtree(beside(target, kind), ignore_errors=True)
+    fresh = beside(target, "new")
     fresh.mkdir(parents=True)
     return fresh
 
 
-def put_in_place(fresh: Path, target: Path) -> None:
+def put_in_place(fresh: Path, target: Path, *, at: Callable[[str], None] = lambda point: None) -> None:
     """Flush a folder to disk and rename it to `target`.
 
     A crash leaves the old folder, the new one, or (between two renames) neither but both under
-    other names.
+    other names. at: called with the name of each moment.
     """
-    old = _beside(target, "old")
+    old = beside(target, "old")
     for path in sorted(fresh.rglob("*")):
         _readable(path)
         sync(path)
     sync(fresh)
+    at("flushed")
     if target.exists():
         os.rename(target, old)
+        at("aside")
     os.rename(fresh, target)
+    at("renamed")
     sync(target.parent)
+    at("settled")
     shutil.rmtree(old, ignore_errors=True)
 
 
 def replace_file(target: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make a fresh file, then put it in place of `target`."""
-    fresh = _beside(target, "new")
+    fresh = beside(target, "new")
     write(fresh)
     _readable(fresh)
     sync(fresh)
@@ -73,6 +77,6 @@ def _readable(path: Path) -> None:
         path.chmod(path.stat().st_mode | 0o444)
 
 
-def _beside(target: Path, kind: str) -> Path:
+def beside(target: Path, kind: str) -> Path:
     """A name in the same folder that nothing takes for the real thing: `.step_40.new`."""
     return target.with_name(f".{target.name}.{kind}")

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 1 << 25  # logits held at once: 128 MiB in float32
 
-Head = Callable[[Tensor], Tensor]  # hidden [tokens, hidden] -> logits [tokens, vocab], as the model defines them
+# hidden [tokens, hidden] -> logits [tokens, vocab] as the model defines them, in a tensor of their own
+Head = Callable[[Tensor], Tensor]
 
 
 def token_logprobs(
@@ -51,7 +52,11 @@ def at_least_float32(x: Tensor) -> Tensor:
 def _of_chunk(
     hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    logits = at_least_float32(head(hidden)) / temperatures.unsqueeze(-1)  # [tokens, vocab]
+    logits = at_least_float32(head(hidden))  # [tokens, vocab]
+    if logits.requires_grad:
+        logits = logits / temperatures.unsqueeze(-1)
+    else:
+        logits.div_(temperatures.unsqueeze(-1))  # no third matrix
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(-1, targets.unsqueeze(-1)).sum(-1)  # not `squeeze`: FSDP2 wants no views returned
     if not with_entropy:

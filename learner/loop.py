@@ -25,7 +25,7 @@ from common.failpoints import failpoint
 from learner import ending, report, resume, validation
 from learner.ahead import Ahead, can_be_mended
 from learner.batch import Batch, make_batch
-from learner.checkpoint import Checkpoints
+from learner.checkpoint import Checkpoints, step_of
 from learner.estimates import make_targets
 from learner.model import published_weights, weights_digest
 from learner.models import Models
@@ -59,7 +59,7 @@ class Learner:
     progress: Progress = field(default_factory=Progress)
     ahead: Ahead | None = None  # None: each batch is claimed when the one before it is done
     published: int = -1  # newest version handed to the publisher
-    saved: int = -1  # step of the newest checkpoint
+    saved: int = -1  # step of the newest checkpoint, there or in the making
     given_back: int = -1  # the step whose batch was given back last
     said_at: float = float("-inf")  # when the log last said what the learner waits for
     stats: dict[str, Any] = field(default_factory=dict)  # the broker's, of the last step
@@ -100,11 +100,13 @@ class Learner:
         failpoint("learner.after_claim")
         if claim.skipped:
             self.progress.count_skipped()
+            self.clock = Clock()
             return True
         with clock("fetch"):
             batch = self.fetch(claim)
         if not self.is_young(batch, version, claim.limit):
             self.give_back(step)
+            self.clock = Clock()
             return True
         self.look_ahead(step + 1)
         settings = claim.settings or self.ranks.share(lambda: live_settings(self.config, self.control))
@@ -242,14 +244,27 @@ class Learner:
         self.control.update(version=version)
         validation.ask_if_due(self)
 
-    def save(self, *, wanted: bool = False) -> None:
-        """A checkpoint once the newest is `trainer.save_freq` steps old, and whenever the broker wants one."""
-        step, freq = self.progress.step, self.config.trainer.save_freq
-        if step == self.saved or not (wanted or 0 < freq <= step - max(self.saved, 0)):
+    def save(self, *, wanted: bool = False, wait: bool = False) -> None:
+        """A checkpoint once the newest is `trainer.save_freq` steps old, and whenever the broker wants one.
+
+        Under `trainer.async_save` training goes on once its tensors are copied, unless `wait`.
+        """
+        step, freq, asynchronous = self.progress.step, self.config.trainer.save_freq, self.config.trainer.async_save
+        self.confirm_saved()
+        if step != self.saved and (wanted or 0 < freq <= step - max(self.saved, 0)):
+            self.confirm_saved(wait=True)
+            state = self.progress.as_state(time.monotonic() - self.started)
+            self.checkpoints.begin(step, self.models, state, copy=asynchronous and not wait)
+            self.saved = step
+        self.confirm_saved(wait=wait or not asynchronous)
+
+    def confirm_saved(self, *, wait: bool = False) -> None:
+        """Tell the broker of the checkpoint that has been in the making, once it is in its place."""
+        path = self.checkpoints.finished(wait=wait)
+        if path is None:
             return
-        path = self.checkpoints.save(step, self.models, self.progress.as_state(time.monotonic() - self.started))
-        self.saved = step
-        self.feed.checkpoint_valid(step=step, path=str(path))
+        self.feed.checkpoint_valid(step=step_of(path), path=str(path))
+        failpoint("learner.checkpoint.told")
         ending.write_summary(self, "")
 
     def report(

@@ -6,32 +6,38 @@ in bfloat16, and bfloat16 is what is served.
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from common.errors import ConfigError
+from learner.attention import NAME, attend_by_rows, split_rows
+from learner.families import attention_of
 from learner.logprobs import at_least_float32, token_logprobs
+from learner.lora import merged_parameters, reset_adapters
+from learner.offload import Offload
 from learner.packing import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEAD_TOLERANCE = 1e-4
-UNKNOWN_LAYERS = {  # what a config calls them
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "state-space layers": ("mamba", "ssm", "state_size", "linear_key_head_dim", "time_step_rank"),
-}
 
 
 class Actor(nn.Module):
     """A causal LM that answers with log-probabilities, not logits."""
+
+    holder = "lm."  # where the Hugging Face model is
+    split: dist.ProcessGroup | None = None  # ranks that divide the columns of each row
+    varlen = False  # flash attention, sequence by sequence
+    offload: Offload | None = None  # where it is while it is not in use
+    lora: Any = None  # peft's LoraConfig, if only adapters are trained
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
@@ -42,10 +48,16 @@ class Actor(nn.Module):
 
     def forward(self, micro: MicroBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32."""
-        hidden = _hidden(self.lm.base_model, micro)
-        return token_logprobs(
-            hidden, self.head, micro.targets, micro.temperatures, vocab_size=self.vocab_size, with_entropy=with_entropy
-        )
+        part = micro if self.split is None else split_rows(micro, self.split)
+        logprobs, entropy = token_logprobs(
+            _hidden(self.lm.base_model, part, self.varlen), self.head, part.targets, part.temperatures,
+            vocab_size=self.vocab_size, with_entropy=with_entropy,
+        )  # fmt: skip
+        return part.gather(logprobs), part.gather(entropy) if entropy is not None else None
+
+    def reset_own(self) -> None:
+        """What the folder of the Hugging Face model has not: adapters, if there are any."""
+        reset_adapters(self.lm)
 
     def head(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] → logits [tokens, vocab], with the model's own output scaling."""
@@ -55,31 +67,43 @@ class Actor(nn.Module):
 class Critic(nn.Module):
     """A backbone with a linear head that starts at 0: the value of the prefix before each target."""
 
+    holder = "backbone."
+    split: dist.ProcessGroup | None = None
+    varlen = False
+    offload: Offload | None = None
+
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
         self.hidden_size = _hidden_size(backbone)
         self.shares_prompts = may_share_prompts(backbone)
-        self.value_head = nn.Linear(self.hidden_size, 1)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head = nn.Linear(self.hidden_size, 1, dtype=backbone.dtype)
+        self.reset_own()
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values [tokens], float32."""
-        return at_least_float32(self.value_head(_hidden(self.backbone, micro))).sum(-1)  # not a view, for FSDP2
+        part = micro if self.split is None else split_rows(micro, self.split)
+        values = at_least_float32(self.value_head(_hidden(self.backbone, part, self.varlen)))  # [tokens, 1]
+        return part.gather(values.sum(-1))  # not a view, for FSDP2
+
+    def reset_own(self) -> None:
+        """What the Hugging Face model has not."""
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
 
 
-def _hidden(backbone: nn.Module, micro: MicroBatch) -> Tensor:
+def _hidden(backbone: nn.Module, micro: MicroBatch, varlen: bool) -> Tensor:
     """[tokens, hidden] at the wanted positions.
 
     Packed rows are exact only so: restarting position ids, no cache, and no mask but the one that
     says everything. With a cache or a mask of ones the sequences of a row see one another, silently.
     """
+    ours = backbone.config._attn_implementation == NAME
     out = backbone(
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,
-        attention_mask=micro.attention_mask,
         use_cache=False,
+        **({"rows": micro, "varlen": varlen} if ours else {"attention_mask": micro.attention_mask}),
     ).last_hidden_state
     return out.flatten(0, 1).index_select(0, micro.wanted)
 
@@ -121,36 +145,21 @@ def load_actor(folder: str | Path, *, trust_remote_code: bool = False) -> Actor:
     return actor
 
 
-def vocab_size(folder: str | Path, *, trust_remote_code: bool = False) -> int:
-    """Number of token ids of the model in `folder`."""
-    from transformers import AutoConfig
+def build_actor(
+    folder: str | Path, *, split: dist.ProcessGroup | None = None, varlen: bool = False,
+    dtype: torch.dtype = torch.float32, trust_remote_code: bool = False,
+) -> Actor:  # fmt: skip
+    """The same without its weights, which are on the meta device.
 
-    return int(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
-
-
-def attention_of(
-    folder: str | Path, *, key: str = "model.path", what: str = "causal LM", trust_remote_code: bool = False
-) -> str:
-    """The attention that computes what the model in `folder` defines: sdpa would leave out a cap on its scores.
-
+    split: ranks that divide the columns of each row; varlen: flash attention, sequence by sequence.
     Raises:
-        ConfigError: naming the family, if its layers are not attention and one feed-forward part. Experts
-            are not served as they are trained, and state spaces would not see the sequences of a row apart.
+        ConfigError: as `load_actor`; or see `attend_by_rows`.
     """
-    from transformers import AutoConfig
+    from transformers import AutoModelForCausalLM
 
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{key}={folder}: not a loadable {what} ({str(e).splitlines()[0]})") from e
-    fields = config.to_dict()
-    for kind, signs in UNKNOWN_LAYERS.items():
-        if found := sorted(name for name in fields if any(sign in name for sign in signs) and fields[name]):
-            raise ConfigError(
-                f"{key}: models of type {config.model_type!r} have {kind} ({', '.join(found[:3])}), which the "
-                "learner cannot train; take one whose layers are attention and one feed-forward part"
-            )
-    return "eager" if fields.get("attn_logit_softcapping") else "sdpa"
+    lm = _from_config(AutoModelForCausalLM, folder, "model.path", "causal LM", dtype, trust_remote_code)
+    check_head(_without_layers(lm))
+    return _attending(Actor(without_dropout(lm)), lm, split, varlen)
 
 
 @torch.no_grad()
@@ -170,6 +179,22 @@ def check_head(actor: Actor) -> None:
         )
 
 
+@torch.no_grad()
+def _without_layers(lm: nn.Module) -> Actor:
+    """A model of 64 tokens whose hidden states are its embeddings: from there to the logits it is the same."""
+    config = copy.deepcopy(lm.config)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size = 0, 64
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    with torch.random.fork_rng(devices=()):
+        small = Actor(without_dropout(type(lm)(config).float()))
+        small.lm.get_output_embeddings().weight.normal_()  # so that a cap acts
+    return small
+
+
 def load_critic(folder: str | Path, *, trust_remote_code: bool = False) -> Critic:
     """A value head on the backbone in `folder`.
 
@@ -181,12 +206,78 @@ def load_critic(folder: str | Path, *, trust_remote_code: bool = False) -> Criti
     return Critic(without_dropout(_from_folder(AutoModel, folder, "critic.model_path", "model", trust_remote_code)))
 
 
+def build_critic(
+    folder: str | Path, *, split: dist.ProcessGroup | None = None, varlen: bool = False,
+    dtype: torch.dtype = torch.float32, trust_remote_code: bool = False,
+) -> Critic:  # fmt: skip
+    """The same without its weights; see `build_actor`."""
+    from transformers import AutoModel
+
+    backbone = _from_config(AutoModel, folder, "critic.model_path", "model", dtype, trust_remote_code)
+    return _attending(Critic(without_dropout(backbone)), backbone, split, varlen)
+
+
+def _attending(module: Any, model: nn.Module, split: dist.ProcessGroup | None, varlen: bool) -> Any:
+    if split is not None or varlen:
+        attend_by_rows(model, group=split, varlen=varlen)
+        module.split, module.varlen = split, varlen
+        module.shares_prompts = module.shares_prompts and not varlen  # their mask is not one of sequences
+    return module
+
+
 def _from_folder(kind: Any, folder: str | Path, key: str, what: str, trust_remote_code: bool) -> Any:
     attention = attention_of(folder, key=key, what=what, trust_remote_code=trust_remote_code)
-    try:
-        return kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
+    with _config_errors(folder, key, what):
+        model, found = kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )  # fmt: skip
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"{key}={folder}: has no weights for {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            + "; they would be random"
         )
+    return model
+
+
+def _from_config(
+    kind: Any, folder: str | Path, key: str, what: str, dtype: torch.dtype, trust_remote_code: bool
+) -> Any:
+    from transformers import AutoConfig, GenerationConfig
+
+    attention = attention_of(folder, key=key, what=what, trust_remote_code=trust_remote_code)
+    with _config_errors(folder, key, what), without_weights():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = kind.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+        if (Path(folder) / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Modules made within have their parameters on the meta device; buffers are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+@contextmanager
+def _config_errors(folder: str | Path, key: str, what: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as e:
         first = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise ConfigError(f"{key}={folder}: not a loadable {what} ({first})") from e
@@ -195,37 +286,6 @@ def _from_folder(kind: Any, folder: str | Path, key: str, what: str, trust_remot
 def without_dropout(module: nn.Module) -> nn.Module:
     """In evaluation mode for good: dropout would make the learner's log-probs differ from the sampler's."""
     return module.eval()
-
-
-def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: str) -> nn.Module:
-    """`fully_shard` each layer and the root, in place; computes in `dtype`, reduces in float32.
-
-    The root does not cast its inputs: temperatures stay float32.
-    """
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # computed and reduced in the dtype of the parameters
-    if dtype != "float32":
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
-    reshard = mesh.size() > 1
-    for layer in _layers(module):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    return module
-
-
-def _layers(module: nn.Module) -> list[nn.Module]:
-    names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
-    return [m for m in module.modules() if type(m).__name__ in names]
-
-
-def checkpoint_activations(module: nn.Module) -> nn.Module:
-    """Keep only each layer's input for the backward pass, which computes the rest of the layer again.
-
-    Hugging Face's own switch acts in training mode alone, and so would dropout. The layer's hooks
-    (FSDP2's) stay outside: its parameters are gathered once for recomputing and backward.
-    """
-    for layer in _layers(module):
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    return module
 
 
 def freeze(module: nn.Module) -> nn.Module:
@@ -247,21 +307,26 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def published_weights(actor: Actor, *, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and whole tensors in the served dtype; a tied head is not listed.
+    """Hugging Face names and whole tensors in the served dtype, adapters merged; a tied head is not listed.
 
     On one rank in float32 these are the parameters themselves: copy them before the next update.
     """
     reshard(actor)
-    for name, p in actor.lm.named_parameters():
-        yield name, whole(p.detach()).to(DTYPES[dtype])
+    for name, tensor in merged_parameters(actor.lm):
+        yield name, tensor.to(DTYPES[dtype])
+
+
+def weights_digest(module: nn.Module) -> str:
+    """16 hex digits that change with any bit of the weights; of those that are trained, if only some are."""
+    reshard(module)
+    return digest_of([p for p in module.parameters() if p.requires_grad] or list(module.parameters()))
 
 
 @torch.no_grad()
-def weights_digest(module: nn.Module) -> str:
-    """16 hex digits that change with any bit of the weights: a sum of words, each tensor with its own factor."""
-    reshard(module)
+def digest_of(parameters: list[nn.Parameter]) -> str:
+    """A sum of words, each tensor with its own factor; collective if they are sharded."""
     total = torch.zeros((), dtype=torch.int64)
-    for i, (_, p) in enumerate(module.named_parameters()):
-        words = whole(p.detach()).contiguous().view(-1).view(torch.int32)
+    for i, p in enumerate(parameters):
+        words = whole(p.detach()).contiguous().view(-1).view(torch.int16 if p.itemsize == 2 else torch.int32)
         total += words.sum(dtype=torch.int64).cpu() * (2 * i + 1)
     return f"{int(total) & 0xFFFF_FFFF_FFFF_FFFF:016x}"

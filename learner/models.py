@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from common.config import Config
+from common.config import Config, Trained
+from common.errors import ConfigError
 from learner.estimates import KLController, make_kl_controller
 from learner.initial import model_folder
-from learner.model import Actor, checkpoint_activations, freeze, load_actor, load_critic, shard
+from learner.lora import WithoutAdapters, add_adapters, is_adapter
+from learner.model import DTYPES, Actor, build_actor, build_critic, digest_of, freeze, load_actor, load_critic
+from learner.offload import Offload, put_away
 from learner.optim import make_optimizer
 from learner.ranks import Ranks
+from learner.sharding import checkpoint_activations, compile_layers, place
 from learner.updates import Trainee
 
 
@@ -21,8 +27,9 @@ from learner.updates import Trainee
 class Models:
     actor: Trainee
     critic: Trainee | None
-    reference: Actor | None
+    reference: Actor | WithoutAdapters | None
     kl_controller: KLController
+    base_digest: str = ""  # of the weights that adapters belong to
 
     def trainees(self) -> list[Trainee]:
         return [t for t in (self.actor, self.critic) if t is not None]
@@ -34,24 +41,48 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
     Raises:
         ConfigError: a folder whose model cannot be loaded or is of a kind that is not known.
     """
-    remote = config.model.trust_remote_code
     torch.manual_seed(config.run.seed)
-    actor = _placed(_trained(load_actor(folder, trust_remote_code=remote), config), config, ranks)
+    actor = _trainee("actor", build_actor, load_actor, folder, config, ranks)
     critic = reference = None
     if config.needs_critic:
         own = config.critic.model_path
         backbone = model_folder("critic.model_path", own) if own else folder
-        module = _placed(_trained(load_critic(backbone, trust_remote_code=remote), config), config, ranks)
-        critic = Trainee("critic", module, make_optimizer(module, config.critic.optim), config.critic)
-    if config.needs_reference:
-        reference = _placed(freeze(load_actor(folder, trust_remote_code=remote)), config, ranks)
-    trainee = Trainee("actor", actor, make_optimizer(actor, config.actor.optim), config.actor)
-    return Models(trainee, critic, reference, make_kl_controller(config))
+        critic = _trainee("critic", build_critic, load_critic, backbone, config, ranks)
+    if config.needs_reference and config.model.lora_rank:
+        reference = WithoutAdapters(actor.module)
+    elif config.needs_reference:
+        frozen = freeze(build_actor(folder, **_built(config, ranks)))
+        reference = _placed(frozen, load_actor, folder, config, ranks, offload=config.ref.fsdp_config.offload_policy)
+        reference.offload = Offload(config.ref.fsdp_config.param_offload, False, ranks.device)
+        put_away(reference)
+    base = [p for name, p in actor.module.named_parameters() if not is_adapter(name)] if config.model.lora_rank else []
+    return Models(actor, critic, reference, make_kl_controller(config), digest_of(base) if base else "")
 
 
-def _trained(module: nn.Module, config: Config) -> nn.Module:
-    return checkpoint_activations(module) if config.model.enable_gradient_checkpointing else module
+def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ranks: Ranks) -> Trainee:
+    options: Trained = getattr(config, name)
+    places = options.fsdp_config
+    module = build(folder, **_built(config, ranks))
+    if name == "actor" and config.model.lora_rank:
+        module.lora = add_adapters(module.lm, config.model, dtype=DTYPES[config.model.dtype])
+    if options.use_torch_compile:
+        compile_layers(module, ranks.device, key=f"{name}.use_torch_compile")
+    if config.model.enable_gradient_checkpointing:
+        checkpoint_activations(module)
+    _placed(module, load, folder, config, ranks, offload=places.offload_policy)
+    optimizer = make_optimizer(module, options.optim)
+    module.offload = Offload(places.param_offload, places.optimizer_offload, ranks.device)
+    put_away(module, optimizer)
+    return Trainee(name, module, optimizer, options)
 
 
-def _placed(module: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
-    return shard(module.to(ranks.device), ranks.mesh, dtype=config.model.dtype)
+def _built(config: Config, ranks: Ranks) -> dict[str, Any]:
+    varlen = config.model.attn_implementation == "varlen"
+    if varlen and ranks.device.type != "cuda":
+        raise ConfigError("model.attn_implementation=varlen: flash attention needs a GPU; take sdpa")
+    return {"split": ranks.split_group, "varlen": varlen, "trust_remote_code": config.model.trust_remote_code}
+
+
+def _placed(module: nn.Module, load: Any, folder: Path, config: Config, ranks: Ranks, *, offload: bool) -> nn.Module:
+    whole = functools.partial(load, folder, trust_remote_code=config.model.trust_remote_code)
+    return place(module, folder, whole, ranks, dtype=config.model.dtype, offload=offload)

@@ -3,7 +3,8 @@
 Only a model's forward sees *packed rows*: sequences end to end, with positions that restart at 0
 for each and no attention from one to another. Where it is cheaper the samples of a group share
 their prompt: the prompt stands once, and each response behind it goes on counting from there and
-sees the prompt and itself. Either way the numbers are those of each sequence alone.
+sees the prompt and itself. Either way the numbers are those of each sequence alone, as they are in
+*padded rows* of one sequence each.
 
 The off-by-one, here and nowhere else: the model's output at position p speaks of the token at
 p + 1. What is wanted for response token t of a sequence with prompt length P, which lies at
@@ -14,7 +15,7 @@ a target, so it is not laid out at all.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,8 +34,10 @@ class Packing:
 
     token_budget: int | None  # of one forward; None: `rows_per_forward` sequences instead
     rows_per_forward: int = 1
-    share_prompts: bool = True
+    packed: bool = True  # False: one sequence a row
+    share_prompts: bool = True  # in packed rows under a token budget
     hidden_size: int = 1024  # of the model
+    split: int = 1  # ranks among which the columns of each row are divided; widths are multiples of it
 
     def cost(self, width: int) -> float:
         """Work per token in packed rows of `width`, in units of the work that does not depend on it.
@@ -57,6 +60,15 @@ class MicroBatch:
     temperatures: Tensor  # [tokens] float32
     place: Tensor  # [tokens] int64: index of each target into the flattened [n, response]
     num_columns: int  # of [batch, response]
+    alone: bool  # each row holds one sequence
+    boundaries: Tensor  # [segments + 1] int32: where sequences and holes begin in the flattened input, and its end
+    longest: int  # of the segments
+    parts: tuple[Tensor, ...]  # [split]: which tokens are read in each range of columns
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made where they are needed
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[tokens computed here] → [tokens]."""
+        return values
 
     def scatter(self, values: Tensor) -> Tensor:
         """[tokens] → [n, response], 0 where no token was sampled. Differentiable."""
@@ -89,14 +101,13 @@ def micro_batches(
     """
     plans = [_forwards(units, packing) for units in shares(batch, rows, packing, world_size)]
     num_forwards = max(len(plan) for plan in plans)
-    mine = [_lay_out(batch, units, bins) for units, bins in plans[rank]]
-    return mine + [_nothing(batch)] * (num_forwards - len(mine))
+    mine = [_lay_out(batch, units, bins, packing.split) for units, bins in plans[rank]]
+    return mine + [_nothing(batch, packing.split)] * (num_forwards - len(mine))
 
 
 def shares(batch: Batch, rows: Ints, packing: Packing, world_size: int) -> list[Units]:
     """`rows` of each rank: the costliest unit first, each to the rank that has least to do so far."""
-    packed = packing.token_budget is not None
-    units = _units(batch, rows, packing) if packed else _alone(batch, rows)
+    units = _units(batch, rows, packing)
     if world_size == 1:
         return [units]
     owner = np.empty(len(units.lengths), dtype=np.int64)
@@ -108,19 +119,36 @@ def shares(batch: Batch, rows: Ints, packing: Packing, world_size: int) -> list[
 
 
 def _forwards(units: Units, packing: Packing) -> list[tuple[Units, Ints]]:
-    """(units, packed row of each) of every forward of one rank."""
+    """(units, row of each) of every forward of one rank."""
     if not len(units.lengths):
         return []
-    if packing.token_budget is None:
-        bins, per_forward = np.arange(len(units.lengths)), packing.rows_per_forward
-    else:
-        bins, width = pack(units.lengths, packing)
+    number, row = (_by_budget if packing.token_budget is not None else _by_count)(units.lengths, packing)
+    return [(_some(units, number == i), row[number == i]) for i in range(int(number.max()) + 1)]
+
+
+def _by_budget(lengths: Ints, packing: Packing) -> tuple[Ints, Ints]:
+    """(forward, row in it) of each unit: rows × width within the token budget."""
+    if packing.packed:
+        bins, width = pack(lengths, packing)
         per_forward = max(1, packing.token_budget // width)
-    result = []
-    for first in range(0, int(bins.max()) + 1, per_forward):
-        here = (bins >= first) & (bins < first + per_forward)  # [units]
-        result.append((_some(units, here), bins[here] - first))
-    return result
+        return bins // per_forward, bins % per_forward
+    number, row = np.empty_like(lengths), np.empty_like(lengths)
+    order, first, forward = np.argsort(-lengths, kind="stable"), 0, 0
+    while first < len(order):  # the longest that are left, as many as fit padded to the first of them
+        here = order[first : first + packing.token_budget // _fitting(int(lengths[order[first]]), packing)]
+        number[here], row[here] = forward, np.arange(len(here))
+        first, forward = first + len(here), forward + 1
+    return number, row
+
+
+def _by_count(lengths: Ints, packing: Packing) -> tuple[Ints, Ints]:
+    """(forward, row in it) of each unit: `rows_per_forward` sequences a forward, in their order."""
+    number, row = np.divmod(np.arange(len(lengths)), packing.rows_per_forward)
+    if packing.packed:
+        for i in range(int(number[-1]) + 1):
+            here = number == i
+            row[here], _ = pack(lengths[here], replace(packing, token_budget=int(lengths[here].sum())))
+    return number, row
 
 
 def pack(lengths: Ints, packing: Packing) -> tuple[Ints, int]:
@@ -129,8 +157,7 @@ def pack(lengths: Ints, packing: Packing) -> tuple[Ints, int]:
     As wide as the longest unit, or twice or four times that where fewer holes outweigh the attention.
     """
     longest, budget = int(lengths.max()), packing.token_budget or int(lengths.max())
-    if longest > budget:
-        raise ValueError(f"{longest} tokens do not fit into {budget}")
+    _fitting(longest, packing)
     tries = []
     for width in (longest, 2 * longest, 4 * longest):
         if width <= budget:
@@ -138,6 +165,12 @@ def pack(lengths: Ints, packing: Packing) -> tuple[Ints, int]:
             tries.append(((int(bins.max()) + 1) * width * packing.cost(width), bins, width))
     _, bins, width = min(tries, key=lambda t: t[0])
     return bins, width
+
+
+def _fitting(length: int, packing: Packing) -> int:
+    if packing.token_budget is not None and length > packing.token_budget:
+        raise ValueError(f"{length} tokens do not fit into {packing.token_budget}")
+    return length
 
 
 def _first_fit_decreasing(lengths: Ints, width: int) -> Ints:
@@ -160,9 +193,9 @@ def _alone(batch: Batch, rows: Ints) -> Units:
 
 def _units(batch: Batch, rows: Ints, packing: Packing) -> Units:
     """The samples of a group behind one prompt where that is less work, else each sequence alone."""
-    if not packing.share_prompts:
+    if not packing.share_prompts or not packing.packed or packing.token_budget is None:
         return _alone(batch, rows)
-    limit = min(packing.token_budget or MAX_SHARED_WIDTH, MAX_SHARED_WIDTH)
+    limit = min(packing.token_budget, MAX_SHARED_WIDTH)
     unit, lengths = np.empty(len(rows), dtype=np.int64), []
     for first, end in _same_prompt(batch, rows):
         prompt = int(batch.prompt_lengths[rows[first]])
@@ -194,21 +227,23 @@ def _some(units: Units, here: NDArray[np.bool_]) -> Units:
 
 
 # ---------------------------------------------------------------- layout
-def _nothing(batch: Batch) -> MicroBatch:
-    """A forward of one token that nothing is asked of: this rank's part in the others' collectives."""
+def _nothing(batch: Batch, split: int) -> MicroBatch:
+    """A forward of one token a rank that nothing is asked of: this rank's part in the others' collectives."""
     device = batch.mask.device
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    one = torch.arange(split, device=device).unsqueeze(0)
     return MicroBatch(
         rows=none, input_ids=one, position_ids=one, attention_mask=None, wanted=none, targets=none,
-        temperatures=batch.temperatures[:0], place=none, num_columns=batch.mask.shape[1],
+        temperatures=batch.temperatures[:0], place=none, num_columns=batch.mask.shape[1], alone=True,
+        boundaries=torch.tensor([0, split], dtype=torch.int32, device=device), longest=split, parts=(none,) * split,
     )  # fmt: skip
 
 
-def _lay_out(batch: Batch, units: Units, bins: Ints) -> MicroBatch:
+def _lay_out(batch: Batch, units: Units, bins: Ints, split: int) -> MicroBatch:
     """Lay each unit into packed row `bins[unit]`, behind those laid there before it."""
     rows, unit = units.rows, units.unit
     width, num_packed = int(np.bincount(bins, weights=units.lengths).max()), int(bins.max()) + 1
+    width += -width % split
     begins = bins * width + _offsets(bins, units.lengths)  # [units]: in the flattened input
     heads = np.flatnonzero(np.diff(unit, prepend=-1))  # [units]: first row of each
     prompts = batch.prompt_lengths[rows]  # [n]
@@ -232,6 +267,8 @@ def _lay_out(batch: Batch, units: Units, bins: Ints) -> MicroBatch:
         trees[flat] = np.repeat(owner, lengths)
         branches[flat] = np.repeat(branch, lengths)
 
+    boundaries = np.unique(np.concatenate([begins, begins + units.lengths, np.arange(num_packed + 1) * width]))
+
     device = batch.mask.device
     to_rows = torch.from_numpy(rows).to(device)
     row, column = (x.cpu().numpy() for x in batch.mask[to_rows].nonzero(as_tuple=True))  # [tokens] each
@@ -239,7 +276,7 @@ def _lay_out(batch: Batch, units: Units, bins: Ints) -> MicroBatch:
     wanted = np.where(column == 0, before_first[row], response_begins[row] + column - 1)
     targets = batch.tokens[batch.starts[rows][row] + prompts[row] + column]
 
-    def send(array: Ints) -> Tensor:
+    def send(array: NDArray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return MicroBatch(
@@ -252,6 +289,10 @@ def _lay_out(batch: Batch, units: Units, bins: Ints) -> MicroBatch:
         temperatures=batch.temperatures[to_rows][send(row)],
         place=send(row * batch.mask.shape[1] + column),
         num_columns=batch.mask.shape[1],
+        alone=len(bins) == num_packed and not units.shared,
+        boundaries=send(boundaries.astype(np.int32)),
+        longest=int(np.diff(boundaries).max()),
+        parts=tuple(send(np.flatnonzero(wanted % width * split // width == part)) for part in range(split)),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.errors import LeewayError, Stopped
+from common.errors import ConfigError, LeewayError, Stopped
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Rank 0 may wait for the broker as long as a pause lasts; its own waits have deadlines, and a rank
@@ -34,19 +34,32 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # of `fully_shard`: [ranks], or [copies of the model, ranks that share one]
     line: dist.ProcessGroup | None = None  # what rank 0 says to the others; None: alone
     asking: list[bool] = field(default_factory=list)  # not empty: within `share`, on rank 0
+    split: int = 1  # neighbouring ranks that divide the columns of the same rows among them (Ulysses)
+    split_group: dist.ProcessGroup | None = None  # they; None: each rank has rows of its own
+    data_group: dist.ProcessGroup | None = None  # one of each of them; None: all ranks
 
     @property
     def first(self) -> bool:
         """Rank 0 speaks for the learner: broker, weights, metrics, files."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows is this rank's."""
+        return self.rank // self.split
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares rows are dealt out."""
+        return self.world_size // self.split
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
+        """The sum over the shares of the rows, in place. (Ranks that divide the same rows hold the same.)"""
+        if self.data_size > 1:
+            dist.all_reduce(tensor, group=self.data_group)
         return tensor
 
     def share(self, ask: Callable[[], T]) -> T:
@@ -109,9 +122,29 @@ def join_ranks(*, timeout_s: float = 600.0) -> Ranks:
         device, backend = torch.device("cpu"), "gloo"
     store = _store(rank, world_size, host, int(os.environ.get("MASTER_PORT", "0")), timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (world_size,))
     line = dist.new_group(backend="gloo", timeout=LINE_TIMEOUT) if world_size > 1 else None
-    return Ranks(rank, world_size, device, mesh, line)
+    return Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)), line)
+
+
+def arrange(ranks: Ranks, *, split: int, shard_size: int) -> Ranks:
+    """The same ranks with other tasks. Every rank must call it alike.
+
+    split: ranks that divide the columns of the same rows; shard_size: ranks that share one copy of the
+    models, −1 for all.
+    Raises:
+        ConfigError: the ranks do not divide so.
+    """
+    n, kind = ranks.world_size, ranks.device.type
+    for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard_size)):
+        if size != -1 and n % size:
+            raise ConfigError(f"actor.{key}={size}: does not divide the learner's {n} ranks")
+    if shard_size not in (-1, n):
+        mesh = init_device_mesh(kind, (n // shard_size, shard_size), mesh_dim_names=("copies", "shards"))
+        ranks = replace(ranks, mesh=mesh)
+    if split > 1:
+        grid = init_device_mesh(kind, (n // split, split), mesh_dim_names=("data", "split"))
+        ranks = replace(ranks, split=split, split_group=grid.get_group("split"), data_group=grid.get_group("data"))
+    return ranks
 
 
 def leave_ranks() -> None:

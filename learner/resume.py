@@ -7,10 +7,14 @@ a rollback gave up are passed over; the rollback itself makes the weights it fou
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import CheckpointError
 from learner.batch import make_batch
+from learner.checkpoint import step_of
+from learner.files import replace_file
 from learner.model import weights_digest
 from learner.progress import Progress
 from learner.report import Clock, progress_metrics
@@ -19,23 +23,79 @@ if TYPE_CHECKING:
     from learner.loop import Learner
 
 
-def resume(learner: Learner, attached: Any) -> None:
+RESUMED = "resumed.json"  # in the folder of checkpoints: which beginning of the run resumed from a named one
+
+
+def resume(learner: Learner, attached: Any, *, begun: str = "") -> None:
     """Bring models and progress to the last acknowledged step; the first start makes checkpoint 0.
 
     attached: what the broker said (`step`: last acknowledged, `version`, `abandoned`).
+    begun: which beginning of the run this is; a restart in it does not resume from a named path again.
 
     Raises:
         CheckpointError: the ledger has steps but no checkpoint can be loaded, or redoing them does
-            not end at the ledger's version.
+            not end at the ledger's version; `trainer.resume_from_path` cannot be resumed from.
     """
+    learner.checkpoints.tidy()
     learner.checkpoints.abandoned = attached.abandoned
+    if learner.config.trainer.resume_mode == "resume_path" and not _has_resumed(learner, begun):
+        resume_from_path(learner, attached)
+        mark = learner.checkpoints.folder / RESUMED
+        learner.ranks.share(lambda: replace_file(mark, lambda fresh: fresh.write_text(json.dumps({"begun": begun}))))
+        return
     path = learner.checkpoints.latest(at_most=attached.step)
     if path is None:
         refuse_to_start_over(learner, attached)
-        path = learner.checkpoints.save(0, learner.models, learner.progress.as_state(0.0))
-        learner.feed.checkpoint_valid(step=0, path=str(path))
-        learner.saved = 0
+        save_now(learner)
         return
+    redo_from(learner, path, attached)
+    learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
+    # It may have died in saving these very steps, and what is redone is to stay bounded. After a rollback a crash
+    # shall find it, whatever becomes of the checkpoint gone back to.
+    learner.save(wanted=learner.progress.step == learner.progress.rolled_back_at)
+
+
+def resume_from_path(learner: Learner, attached: Any) -> None:
+    """From the checkpoint `trainer.resume_from_path`; what stands then is saved, for later restarts."""
+    given = learner.config.trainer.resume_from_path
+    if given is None:
+        raise CheckpointError("trainer.resume_mode=resume_path: give trainer.resume_from_path on the learner's host")
+    path = Path(given).expanduser().resolve()
+    if path.parent == learner.checkpoints.folder.resolve():
+        if step_of(path) > attached.step:
+            raise CheckpointError(f"trainer.resume_from_path={path}: the ledger has only {attached.step} steps")
+        if learner.checkpoints.is_given_up(step_of(path)):
+            raise CheckpointError(f"trainer.resume_from_path={path}: a rollback has given it up; name another one")
+        redo_from(learner, path, attached)
+    elif attached.step > 0:
+        raise CheckpointError(
+            f"trainer.resume_from_path={path}: is another run's, and this one already has {attached.step} steps; "
+            "give a new run.dir, or trainer.resume_mode=auto"
+        )
+    else:
+        learner.log.info("begins with the models, optimizers and KL controller of %s", path)
+        learner.checkpoints.load(path, learner.models, foreign=True)
+    save_now(learner)
+
+
+def save_now(learner: Learner) -> None:
+    """A checkpoint of what stands."""
+    step = learner.progress.step
+    path = learner.checkpoints.save(step, learner.models, learner.progress.as_state(0.0))
+    learner.feed.checkpoint_valid(step=step, path=str(path))
+    learner.saved = step
+
+
+def _has_resumed(learner: Learner, begun: str) -> bool:
+    def read() -> bool:
+        mark = learner.checkpoints.folder / RESUMED
+        return mark.exists() and json.loads(mark.read_text())["begun"] == begun
+
+    return learner.ranks.share(read)
+
+
+def redo_from(learner: Learner, path: Path, attached: Any) -> None:
+    """Load `path` and redo the acknowledged steps after it."""
     learner.log.info("continues from %s, redoes steps up to %d", path, attached.step)
     learner.progress, learner.saved = replay(learner, path)
     if (learner.progress.step, learner.progress.version) != (attached.step, attached.version):
@@ -43,10 +103,6 @@ def resume(learner: Learner, attached: Any) -> None:
             f"redoing from {path} ends at step {learner.progress.step}, version {learner.progress.version}; the ledger "
             f"says step {attached.step}, version {attached.version}"
         )
-    learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
-    # It may have died in saving these very steps: never is more than one interval redone. After a rollback a crash
-    # shall find it, whatever becomes of the checkpoint gone back to.
-    learner.save(wanted=learner.progress.step == learner.progress.rolled_back_at)
     learner.validations.asked |= set(learner.feed.validations_asked())
 
 
@@ -66,6 +122,7 @@ def refuse_to_start_over(learner: Learner, attached: Any) -> None:
 
 def restore_weights(learner: Learner) -> None:
     """Undo the updates of a step that was given up half-way: its version's weights, as redoing makes them."""
+    learner.confirm_saved(wait=True)  # it may be the one to restore, and removes older ones
     path = learner.checkpoints.latest(at_most=learner.progress.step)
     if path is None:
         raise CheckpointError(f"{learner.checkpoints.folder}: no valid checkpoint to restore the weights from")

@@ -12,6 +12,7 @@ from common.config import Config
 from learner.batch import Batch
 from learner.estimates import StartOfStep
 from learner.models import Models
+from learner.offload import at_work
 from learner.packing import MicroBatch, micro_batches
 from learner.ranks import Ranks
 from learner.report import Clock
@@ -21,14 +22,15 @@ from learner.updates import packing_of
 def pack_all(batch: Batch, models: Models, config: Config, ranks: Ranks) -> list[MicroBatch]:
     """This rank's share of the whole batch, packed for forward passes of every model."""
     options = config.actor
-    packing = packing_of(models.actor.module, options)
+    packing = packing_of(models.actor.module, options, config)
     share = all(m.shares_prompts for m in (models.reference, models.critic and models.critic.module) if m is not None)
+    longest = options.log_prob_max_token_len_per_gpu or options.ppo_max_token_len_per_gpu
     packing = replace(
         packing,
-        token_budget=packing.token_budget and (options.log_prob_max_token_len_per_gpu or packing.token_budget),
+        token_budget=packing.token_budget and longest * packing.split,
         share_prompts=packing.share_prompts and share,
     )
-    return micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.rank, world_size=ranks.world_size)
+    return micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)
 
 
 @torch.no_grad()
@@ -57,11 +59,12 @@ def answers(
     A rank leaves 0 where the rows are another's, so the sum over ranks is the whole.
     """
     whole: dict[int, Tensor] = {}
-    for micro in micros:
-        outputs = model(micro, **options)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        for i, output in enumerate(outputs):
-            if output is not None:
-                into = whole.setdefault(i, torch.zeros_like(batch.behavior_logprobs, dtype=output.dtype))
-                into[micro.rows] = micro.scatter(output)
+    with at_work(model):
+        for micro in micros:
+            outputs = model(micro, **options)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            for i, output in enumerate(outputs):
+                if output is not None:
+                    into = whole.setdefault(i, torch.zeros_like(batch.behavior_logprobs, dtype=output.dtype))
+                    into[micro.rows] = micro.scatter(output)
     return tuple(ranks.sum(whole[i]) if i in whole else None for i in range(len(outputs)))

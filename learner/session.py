@@ -16,13 +16,13 @@ from learner import ending, resume
 from learner.ahead import Ahead
 from learner.canary import CanaryForward
 from learner.checkpoint import Checkpoints
+from learner.families import vocab_size
 from learner.feed import Feed
 from learner.initial import initial_folder, load_tokenizer, served_folder
 from learner.loop import Learner
-from learner.model import vocab_size
 from learner.models import load_models
 from learner.publish import Publisher
-from learner.ranks import Ranks, join_ranks, leave_ranks
+from learner.ranks import Ranks, arrange, join_ranks, leave_ranks
 from learner.replay import NullPublisher, RecordedFeed, open_replay, take_initial_weights
 from learner.together import Helper, SharedFeed
 from learner.warmup import WarmupResult
@@ -68,6 +68,8 @@ class Session:
                 "%d ranks were started, the config says trainer.nproc_per_node=%d",
                 ranks.world_size, config.trainer.nproc_per_node,
             )  # fmt: skip
+        split, shard_size = config.actor.ulysses_sequence_parallel_size, config.actor.fsdp_config.fsdp_size
+        ranks = arrange(ranks, split=split, shard_size=shard_size)
         if config.replay.rollouts:
             ranks.share(lambda: take_initial_weights(config, role.run_dir))
         served = ranks.share(self._announce_model)
@@ -97,7 +99,7 @@ class Session:
             publisher.prove_with(self._canary())
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
-        resume.resume(self.learner, attached)
+        resume.resume(self.learner, attached, begun=role.begun)
         self.learner.publish(always=True)
         if isinstance(publisher, Publisher):
             publisher.make_canary()

@@ -19,6 +19,7 @@ from learner.correction import loglinear_proximal
 from learner.estimates import Targets, kl_is_on, token_weights
 from learner.kl import kl_penalty
 from learner.losses import aggregate, policy_loss, value_loss
+from learner.offload import at_work
 from learner.optim import learning_rate, update
 from learner.packing import MicroBatch, Packing, micro_batches
 from learner.ranks import Ranks
@@ -68,6 +69,13 @@ def train_on_batch(
     Raises:
         NotFinite: before anything not finite is applied.
     """
+    with at_work(trainee.module, trainee.optimizer):
+        return _updates(trainee, batch, live, loss, config=config, lr=lr, ranks=ranks)
+
+
+def _updates(
+    trainee: Trainee, batch: Batch, live: Tensor, loss: Loss, *, config: Config, lr: float, ranks: Ranks
+) -> list[Metrics]:
     options = trainee.options
     tokens_of_row = live.sum(-1).cpu().numpy()  # [batch]
     done: list[Metrics] = []
@@ -76,9 +84,10 @@ def train_on_batch(
         if num_tokens == 0:
             continue  # nothing to learn from; AdamW would move even without a gradient
         counts = Counts(num_tokens, int((tokens_of_row[rows] > 0).sum()), config.data.max_response_length)
-        packing = packing_of(trainee.module, options)
-        micros = micro_batches(batch, rows, packing, rank=ranks.rank, world_size=ranks.world_size)
-        total, metrics = accumulate(trainee.module, micros, loss, counts, ranks)
+        packing = packing_of(trainee.module, options, config)
+        micros = micro_batches(batch, rows, packing, rank=ranks.data_rank, world_size=ranks.data_size)
+        often = options.fsdp_config.reduce_every_micro_step
+        total, metrics = accumulate(trainee.module, micros, loss, counts, ranks, reduce_often=often)
         failpoint("learner.before_optimizer")
         norm, applied = update(trainee.optimizer, trainee.parameters, loss=total, lr=lr, grad_clip=options.grad_clip)
         if not applied:
@@ -88,27 +97,34 @@ def train_on_batch(
     return done
 
 
-def packing_of(module: nn.Module, options: Trained) -> Packing:
+def packing_of(module: nn.Module, options: Trained, config: Config) -> Packing:
     """How the config has rows of a model laid out, as far as the model allows it."""
+    split = config.actor.ulysses_sequence_parallel_size
     return Packing(
-        token_budget=options.ppo_max_token_len_per_gpu if options.use_dynamic_bsz else None,
+        token_budget=options.ppo_max_token_len_per_gpu * split if options.use_dynamic_bsz else None,
         rows_per_forward=options.ppo_micro_batch_size_per_gpu,
+        packed=config.model.use_remove_padding,
         share_prompts=options.share_prompts and module.shares_prompts,
         hidden_size=module.hidden_size,
+        split=split,
     )
 
 
 def accumulate(
-    module: nn.Module, micros: list[MicroBatch], loss: Loss, counts: Counts, ranks: Ranks
-) -> tuple[Tensor, Metrics]:
+    module: nn.Module, micros: list[MicroBatch], loss: Loss, counts: Counts, ranks: Ranks, *,
+    reduce_often: bool = False,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Backward of each micro-batch; (loss, metrics) of them all, over all ranks.
 
-    `fully_shard` averages gradients over its mesh, hence the factor.
+    `fully_shard` averages gradients over its mesh, hence the factor: they are to be summed. Ranks that divide
+    the same rows compute one loss, each the part of its gradient that is of its own tokens.
+
+    reduce_often: in each micro-step, instead of keeping whole gradients until the last.
     """
     parts: list[Metrics] = []
     for i, micro in enumerate(micros):
         if ranks.world_size > 1:
-            module.set_requires_gradient_sync(i == len(micros) - 1)
+            module.set_requires_gradient_sync(reduce_often or i == len(micros) - 1)
         value, metrics = loss(micro, counts)
         failpoint("learner.forward")
         (value * ranks.world_size).backward()

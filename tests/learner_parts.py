@@ -26,7 +26,8 @@ from learner.toy import write_toy_folder
 BASE = (
     "model.toy=true", "model.dtype=float32", "data.task=reverse_digits", "data.train_batch_size=4", "rollout.n=4",
     "data.max_prompt_length=16", "data.max_response_length=8", "actor.ppo_mini_batch_size=2", "actor.optim.lr=1e-3",
-    "actor.use_kl_loss=true", "trainer.save_freq=-1", "run.max_steps=100", "run.id=test", "trainer.logger=[]",
+    "actor.use_kl_loss=true", "trainer.save_freq=-1", "trainer.async_save=false", "run.max_steps=100",
+    "run.id=test", "trainer.logger=[]",
 )  # fmt: skip
 
 

@@ -1,30 +1,37 @@
 """One rank of the learner's maths, without a broker: `python -m tests.rank_program WEIGHTS OUT`.
 
-With each way of laying out the rows the ranks train the same batches from the same weights; rank 0
-writes gradients and weights, `{way: {"gradients": …, "weights": …}}`, to OUT/<world size>.pt.
+In each way of laying out rows and dividing the work the ranks train the same batches from the same weights;
+rank 0 writes gradients and weights, `{way: {"gradients": …, "weights": …}}`, to OUT/<world size>.pt.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from common.config import Config
 from learner import models as loading
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
 from learner.loop import Outcome, train_step
-from learner.model import weights_digest, whole
+from learner.model import build_actor, load_actor, published_weights, reshard, weights_digest, whole
 from learner.models import Models, load_models
-from learner.packing import MicroBatch, micro_batches
-from learner.ranks import Ranks, join_ranks, leave_ranks
+from learner.packing import MicroBatch, Packing, micro_batches
+from learner.ranks import Ranks, arrange, join_ranks, leave_ranks
 from learner.report import Clock
 from learner.settings import live_settings
+from learner.sharding import place
 from learner.updates import Counts, Trainee, accumulate, packing_of
 from tests.learner_parts import SimulatedControl, make_config, make_groups
 
@@ -39,30 +46,62 @@ def _both(*options: str) -> tuple[str, ...]:
     return tuple(f"{part}.{o}" for part in ("actor", "critic") for o in options)
 
 
-WAYS = {
-    "one forward": _both(f"{BUDGET}=4096"),
-    "tight": _both(f"{BUDGET}=40"),
-    "no shared prompts": _both(f"{BUDGET}=100", "share_prompts=false"),
-    "padded": _both("use_dynamic_bsz=false", f"{ROWS}=3"),
-    "activations recomputed": (*_both(f"{BUDGET}=64"), "model.enable_gradient_checkpointing=true"),
-}
+# micro-batches, rows, activations recomputed, FSDP2's offload, ranks that divide a row, copies of the model,
+# gradients reduced in each micro-step: each pair of values of two of them occurs (`test_ranks.py` counts)
+GRID = (
+    ("one", "shared", False, False, 1, 1, False),
+    ("count", "shared", True, True, 2, 2, True),
+    ("tight", "packed", True, False, 1, 2, True),
+    ("tight", "padded", False, True, 2, 1, False),
+    ("count", "padded", False, False, 1, 2, True),
+    ("one", "packed", False, True, 2, 1, True),
+    ("one", "padded", True, True, 1, 2, False),
+    ("count", "packed", True, False, 2, 1, False),
+    ("tight", "shared", True, False, 2, 1, True),
+)
+MICRO = {"one": [f"{BUDGET}=4096"], "tight": [f"{BUDGET}=40"], "count": ["use_dynamic_bsz=false", f"{ROWS}=3"]}
+
+
+def _options(way: tuple, world_size: int) -> tuple[str, ...]:
+    """Config of a row of the grid, as far as so many ranks can be divided."""
+    micro, rows, recompute, offload, split, copies, often = way
+    split = {1: 1, 2: split, 3: 1, 4: split * (1 if copies == 1 else split)}[world_size]  # 4 ranks: 1, 2 and 4
+    shard = -1 if copies == 1 else max(1, world_size // 2) if world_size != 3 else 1
+    return (
+        *_both(*MICRO[micro], f"share_prompts={str(rows == 'shared').lower()}"),
+        *_both(f"fsdp_config.offload_policy={str(offload).lower()}"),
+        *_both(f"fsdp_config.reduce_every_micro_step={str(often).lower()}"),
+        f"model.use_remove_padding={str(rows != 'padded').lower()}",
+        f"model.enable_gradient_checkpointing={str(recompute).lower()}",
+        f"actor.ulysses_sequence_parallel_size={split}", f"actor.fsdp_config.fsdp_size={shard}",
+        f"trainer.nproc_per_node={world_size}",
+    )  # fmt: skip
 
 
 def main(weights: Path, out: Path) -> None:
     ranks = join_ranks(timeout_s=60)
     try:
-        results = {way: _train(weights, options, ranks) for way, options in WAYS.items()}
+        families(out / "families", ranks)
+        bounded_memory(out / "large", ranks)
+        results = {way: _train(weights, _options(way, ranks.world_size), ranks) for way in GRID}
+        one_reduction(weights, ranks)
         skip_alike(weights, ranks)
         save(weights, out, ranks)
+        adapters = train_adapters(weights, ranks)
         if ranks.first:
             torch.save(results, out / f"{ranks.world_size}.pt")
+            torch.save(adapters, out / f"{ranks.world_size}.adapters.pt")
     finally:
         leave_ranks()
 
 
 def _train(weights: Path, options: tuple[str, ...], ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """Gradients over all rows in float32; weights after 3 steps of 2 updates in float64."""
-    models = load_models(make_config(*COMMON, *options), weights, ranks)
+    config = make_config(*COMMON, *options)
+    ranks = arranged(ranks, config)
+    models = load_models(config, weights, ranks)
+    for t in models.trainees():
+        _check(t, config, ranks)
     torch.nn.init.ones_(models.critic.module.value_head.weight)  # from 0 nothing would reach the backbone
     gradients = {f"{t.name} {name}": g for t in models.trainees() for name, g in _gradients(t, options, ranks)}
     with _Float64():
@@ -71,6 +110,43 @@ def _train(weights: Path, options: tuple[str, ...], ranks: Ranks) -> dict[str, d
             _step(models, ranks, step, *options, *_both("ppo_mini_batch_size=3"))
     trained = {f"{t.name} {n}": whole(p.detach()) for t in models.trainees() for n, p in t.module.named_parameters()}
     return {"gradients": gradients, "weights": trained}
+
+
+@functools.cache
+def _arrange(ranks: int, split: int, shard_size: int) -> Ranks:
+    return arrange(_RANKS[ranks], split=split, shard_size=shard_size)
+
+
+_RANKS: dict[int, Ranks] = {}
+
+
+def arranged(ranks: Ranks, config: Config) -> Ranks:
+    """Groups are made once for each division."""
+    _RANKS[ranks.world_size] = ranks
+    split, shard_size = config.actor.ulysses_sequence_parallel_size, config.actor.fsdp_config.fsdp_size
+    return _arrange(ranks.world_size, split, shard_size)
+
+
+def _check(trainee: Trainee, config: Config, ranks: Ranks) -> None:
+    """What the config asks for is what the model does."""
+    split = config.actor.ulysses_sequence_parallel_size
+    assert (trainee.module.split is None) == (split == 1)
+    seen: list[int] = []
+    base = trainee.module.lm.base_model if trainee.name == "actor" else trainee.module.backbone
+    hook = base.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    batch = make_batch(make_groups(config, 1))
+    packing = packing_of(trainee.module, getattr(config, trainee.name), config)
+    micro = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)[0]
+    with torch.no_grad():
+        trainee.module(micro)
+    hook.remove()
+    reshard(trainee.module)
+    assert seen == [micro.input_ids.shape[1] // split]
+    mesh = trainee.parameters[0].device_mesh
+    assert mesh.size(mesh.ndim - 1) == (config.actor.fsdp_config.fsdp_size % (ranks.world_size + 1))
+    policies = {g.offload_policy.__class__.__name__ for g in trainee.module._get_fsdp_state()._fsdp_param_groups}
+    offload = trainee.options.fsdp_config.offload_policy
+    assert policies == ({"CPUOffloadPolicy"} if offload else {"OffloadPolicy"})
 
 
 def _gradients(trainee: Trainee, options: tuple[str, ...], ranks: Ranks) -> list[tuple[str, Tensor]]:
@@ -84,9 +160,11 @@ def _gradients(trainee: Trainee, options: tuple[str, ...], ranks: Ranks) -> list
         values = micro.scatter(output[0] if isinstance(output, tuple) else output)
         return (values * weights[micro.rows]).sum() / counts.num_tokens, {}
 
-    packing = packing_of(trainee.module, getattr(config, trainee.name))
-    micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.rank, world_size=ranks.world_size)
-    accumulate(trainee.module, micros, loss, Counts(int(batch.mask.sum()), len(batch), 1.0), ranks)
+    packing = packing_of(trainee.module, getattr(config, trainee.name), config)
+    micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)
+    counts = Counts(int(batch.mask.sum()), len(batch), 1.0)
+    often = trainee.options.fsdp_config.reduce_every_micro_step
+    accumulate(trainee.module, micros, loss, counts, ranks, reduce_often=often)
     gradients = [(name, whole(p.grad)) for name, p in trainee.module.named_parameters()]
     trainee.optimizer.zero_grad()
     return gradients
@@ -105,19 +183,100 @@ def _step(models: Models, ranks: Ranks, step: int, *options: str, bad: bool = Fa
 
 
 class _Float64:
-    """Models are loaded in float64, and their norms compute in it."""
+    """Models are built in float64, and their norms compute in it."""
 
     def __enter__(self) -> None:
-        self.before = loading.load_actor, loading.load_critic, Qwen2RMSNorm.forward
+        self.before = loading.build_actor, loading.build_critic, Qwen2RMSNorm.forward
         actor, critic, _ = self.before
-        loading.load_actor = lambda *args, **options: actor(*args, **options).double()
-        loading.load_critic = lambda *args, **options: critic(*args, **options).double()
+        loading.build_actor = functools.partial(actor, dtype=torch.float64)
+        loading.build_critic = functools.partial(critic, dtype=torch.float64)
         Qwen2RMSNorm.forward = lambda norm, x: (
             norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
         )
 
     def __exit__(self, *_: object) -> None:
-        loading.load_actor, loading.load_critic, Qwen2RMSNorm.forward = self.before
+        loading.build_actor, loading.build_critic, Qwen2RMSNorm.forward = self.before
+
+
+def families(folder: Path, ranks: Ranks) -> None:
+    """Rows divided among 2 or 4 ranks give log-probs and gradients of the whole model, in every family there.
+
+    The shards come from the files' slices; in "unnamed" they cannot, and rank 0 hands its weights out.
+    """
+    config = make_config("actor.share_prompts=true")
+    batch = make_batch(make_groups(config, 1))
+    ranks = arrange(ranks, split=math.gcd(4, ranks.world_size), shard_size=-1)  # the models have 4 heads
+    for path in sorted(folder.iterdir() if folder.exists() else ()):
+        plain = load_actor(path)
+        actor = build_actor(path, split=ranks.split_group)
+        place(actor, path, functools.partial(load_actor, path), ranks, dtype="float32")
+        assert weights_digest(actor) == weights_digest(plain), path
+        packing = Packing(96 * ranks.split, share_prompts=plain.shares_prompts, hidden_size=64, split=ranks.split)
+        ours, theirs = [], []
+        for micro in micro_batches(batch, np.arange(len(batch)), packing):  # the same on each group of ranks
+            for module, outputs, factor in ((plain, theirs, 1), (actor, ours, ranks.split)):
+                logprobs, entropy = module(micro, with_entropy=True)
+                ((logprobs.sum() + entropy.sum()) * factor).backward()
+                outputs.append(torch.cat([logprobs.detach(), entropy.detach()]))
+        assert (torch.cat(ours) - torch.cat(theirs)).abs().max() <= 1e-5, path
+        for (name, p), (_, q) in zip(actor.named_parameters(), plain.named_parameters(), strict=True):
+            assert (whole(p.grad) - q.grad).abs().max() <= 1e-5 * q.grad.abs().max(), (path, name)
+
+
+def bounded_memory(folder: Path, ranks: Ranks) -> None:
+    """A rank never holds more than its shard (float32, and the pages of a bfloat16 file that it read) and a tensor."""
+    if not folder.exists():
+        return
+    actor = build_actor(folder)
+    numels = [p.numel() for p in actor.parameters()]
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = _peak_bytes()
+    place(actor, folder, functools.partial(load_actor, folder), ranks, dtype="float32")
+    used = _peak_bytes() - before
+    assert used <= (4 + 2) * sum(numels) / ranks.world_size + 6 * max(numels) + (32 << 20), (used, sum(numels))
+
+
+def _peak_bytes() -> int:
+    return 1024 * int(next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x).split()[1])
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if op.namespace == "c10d":
+            self.counts[op._schema.name] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def one_reduction(weights: Path, ranks: Ranks) -> None:
+    """Gradients travel once an update, or once a micro-step if asked; by `all_reduce` too between copies."""
+    if ranks.world_size == 1:
+        return
+    for shard_size, often in ((-1, False), (-1, True), (1 if ranks.world_size < 4 else 2, False)):
+        config = make_config(*COMMON, *_both(f"{BUDGET}=24"), f"actor.fsdp_config.fsdp_size={shard_size}",
+                             f"trainer.nproc_per_node={ranks.world_size}")  # fmt: skip
+        ranks = arranged(ranks, config)
+        actor = load_models(config, weights, ranks).actor
+        batch = make_batch(make_groups(config, 1))
+        packing = packing_of(actor.module, config.actor, config)
+        micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)
+        assert len(micros) > 2
+
+        def loss(micro: MicroBatch, counts: Counts, module: torch.nn.Module = actor.module) -> tuple[Tensor, dict]:
+            return module(micro)[0].sum(), {}
+
+        with _Collectives() as seen:
+            accumulate(actor.module, micros, loss, Counts(1, 1, 1.0), ranks, reduce_often=often)
+        counts = seen.counts
+        groups = 3 * (len(micros) if often else 1)  # two layers and the root
+        assert sum(n for op, n in counts.items() if "reduce_scatter" in op) == groups * (shard_size != 1), counts
+        copies = groups if shard_size != -1 else 0
+        assert sum(n for op, n in counts.items() if "allreduce" in op) == copies + 1, counts  # and the metrics
 
 
 def skip_alike(weights: Path, ranks: Ranks) -> None:
@@ -140,7 +299,18 @@ def save(weights: Path, out: Path, ranks: Ranks) -> None:
         assert state["digests"] == [weights_digest(t.module) for t in models.trainees()]
         step = state["step"]
     assert _step(models, ranks, step + 1).applied
-    checkpoints.save(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
+    checkpoints.begin(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
+    assert _step(models, ranks, step + 2).applied  # while the checkpoint is written
+    assert checkpoints.finished(wait=True) == checkpoints.folder / f"step_{step + 1}"
+
+
+def train_adapters(weights: Path, ranks: Ranks) -> dict[str, Tensor]:
+    """Two steps with LoRA (KL against the base, which is the model without adapters): the merged weights."""
+    options = ("model.lora_rank=4", "actor.optim.eps=1e-3", "actor.use_kl_loss=true", "actor.optim.lr=1e-2")
+    models = load_models(make_config(*COMMON, *options), weights, ranks)
+    for step in (1, 2):
+        assert _step(models, ranks, step, *options).applied
+    return {name: t.clone() for name, t in published_weights(models.actor.module, dtype="float32")}
 
 
 if __name__ == "__main__":

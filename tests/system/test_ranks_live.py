@@ -1,4 +1,4 @@
-"""A run whose learner has two ranks: it trains, survives the death of one, and goes on where it was."""
+"""A run whose learner has two ranks that divide each row: it trains, survives the death of one, and goes on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def test_a_killed_rank_takes_the_learner_down_and_it_comes_back(tmp_path: Path) 
     try:
         launched = run.start(
             "run", *run.settings(
-                "trainer.nproc_per_node=2", "run.max_steps=40", "generators.count=1", "model.warmup.steps=0",
+                "trainer.nproc_per_node=2", "actor.ulysses_sequence_parallel_size=2", "run.max_steps=40",
+                "generators.count=1", "model.warmup.steps=0",
                 "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "trainer.save_freq=4", "trainer.logger=[]",
             ),
         )  # fmt: skip

@@ -44,6 +44,10 @@ def test_limits_nan_and_lengths() -> None:
     assert mean.check([-1.09, -2.0]) == pytest.approx(0.045)
     with pytest.raises(DisprovedError, match="mean"):
         mean.check([-1.11, -2.0])
+    improbable = Canary((3, 4, 5), (-12.0, -18.0), "bfloat16")  # a hundredth of 15
+    assert improbable.check([-12.28, -18.0]) == pytest.approx(0.14)
+    with pytest.raises(DisprovedError, match=r"0\.16 \(mean over 3 tokens; at most 0\.15"):
+        improbable.check([-12.32, -18.0])
 
 
 def test_it_survives_the_wire_and_what_is_none_is_refused() -> None:

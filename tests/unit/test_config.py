@@ -52,6 +52,25 @@ def test_verls_prefix_and_names_are_understood():
     assert (config.algorithm.kl_ctrl.kl_coef, config.reward.overlong_buffer.penalty_factor) == (0.01, 2.0)
 
 
+def test_verls_names_of_how_models_are_divided_are_understood():
+    config = load_config(
+        [],
+        [
+            *GOOD, "trainer.nproc_per_node=8", "actor_rollout_ref.model.use_remove_padding=false",
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size=4", "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+            "critic.model.fsdp_config.offload_policy=true",
+            "critic.ulysses_sequence_parallel_size=2", "data.max_response_length=30000",
+        ],
+    )  # fmt: skip
+    assert (config.model.use_remove_padding, config.actor.ulysses_sequence_parallel_size) == (False, 2)
+    assert config.actor.fsdp_config.model_dump() == {
+        "param_offload": False, "optimizer_offload": True, "offload_policy": False, "fsdp_size": 4,
+        "reduce_every_micro_step": False,
+    }  # fmt: skip
+    assert (config.ref.fsdp_config.param_offload, config.critic.fsdp_config.offload_policy) == (True, True)
+
+
 def test_run_id_is_the_configs_name_and_the_time_and_the_folder_follows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config([write(tmp_path / "mine.yaml", "model: {toy: true}\ndata: {task: reverse_digits}\n")], [])
@@ -91,6 +110,13 @@ def test_every_key_has_a_sentence():
         ("data.train_files=x.jsonl", "data.train_files: give exactly one of"),
         ("actor.ppo_mini_batch_size=48", "actor.ppo_mini_batch_size=48: must divide data.train_batch_size=64"),
         ("data.max_response_length=20000", "actor.ppo_max_token_len_per_gpu=16384: one sequence can have"),
+        ("actor.ulysses_sequence_parallel_size=2", "actor.ulysses_sequence_parallel_size=2: must divide trainer.nproc"),
+        ("actor.fsdp_config.fsdp_size=3", "actor.fsdp_config.fsdp_size=3: must divide trainer.nproc_per_node=1"),
+        ("actor.fsdp_config.fsdp_size=0", "actor.fsdp_config.fsdp_size=0: must divide trainer.nproc_per_node=1"),
+        ("actor.fsdp_config={offload_policy: true, param_offload: true}", "actor.fsdp_config.offload_policy=true: "),
+        ("ref.fsdp_config={offload_policy: true, param_offload: true}", "ref.fsdp_config.offload_policy=true: "),
+        ("actor={use_torch_compile: true, ulysses_sequence_parallel_size: 2}", "actor.use_torch_compile=true: "),
+        ("model={attn_implementation: varlen, dtype: float32}", "model.attn_implementation=varlen: flash attention"),
         ("rollout.n=1", "rollout.n=1: grpo compares samples of one prompt"),
         ("rollout={n: 1}", "rollout.n=1: grpo compares samples of one prompt"),
         ("run.bind_host=0.0.0.0", "run.bind_host=0.0.0.0: a public bind needs transport keys"),

@@ -16,40 +16,13 @@ from learner.batch import make_batch
 from learner.model import load_actor, weights_digest
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
+from tests.families import FAMILIES, SMALL, write_family
 from tests.learner_parts import SimulatedFeed, alone, make_config, make_groups, make_learner
-
-SMALL = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
-    "pad_token_id": 0,
-}  # fmt: skip
-FAMILIES = {
-    "llama": {"tie_word_embeddings": False},
-    "llama tied": {"tie_word_embeddings": True},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"tie_word_embeddings": False},
-    "mistral": {"sliding_window": 6, "tie_word_embeddings": False},
-    "gemma": {"tie_word_embeddings": True},
-    "gemma2": {"sliding_window": 6, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 3.0},
-    "gemma3_text": {"sliding_window": 6},
-}
-
-
-def _write(folder: Path, kind: str, **changes: object) -> Path:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
-    model = AutoModelForCausalLM.from_config(config).float()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 2:
-                p.normal_(0, 0.15)  # far from flat, so that a cap or a window shows
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[[str], Path]:
-    return lambda family: _write(tmp_path / "model", family.split()[0], **FAMILIES[family])
+    return lambda family: write_family(tmp_path / "model", family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.models import logprobs_of, tiny_model
 
 VOCAB = 40
 ALONE = Packing(None, rows_per_forward=1)
+PADDED = Packing(60, packed=False)
 
 
 def _samples(seed: int, n: int = 9, *, group_size: int = 1, **changes: object) -> list[Sample]:
@@ -69,24 +72,26 @@ def test_entropy_is_that_of_the_distribution_sampled_from() -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0]])
     p = (logits / 2).softmax(-1)
     _, entropy = token_logprobs(
-        logits, lambda x: x, torch.tensor([0]), torch.tensor([2.0]), vocab_size=3, with_entropy=True
+        logits, torch.clone, torch.tensor([0]), torch.tensor([2.0]), vocab_size=3, with_entropy=True
     )
     assert torch.allclose(entropy, -(p * p.log()).sum(-1))
 
 
 def test_a_symbol_that_is_never_drawn_adds_no_entropy() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
-    _, entropy = token_logprobs(logits, lambda x: x, torch.tensor([0]), torch.ones(1), vocab_size=3, with_entropy=True)
+    _, entropy = token_logprobs(logits, torch.clone, torch.tensor([0]), torch.ones(1), vocab_size=3, with_entropy=True)
     assert torch.allclose(entropy, torch.tensor([2.0]).log())
 
 
 @pytest.mark.parametrize("group_size", [1, 4])
-@pytest.mark.parametrize("budget", [24, 60, 4096])
-def test_packed_rows_equal_one_sequence_a_row(budget: int, group_size: int) -> None:
-    """In log-probs and gradients; groups of 4 share their prompts."""
+@pytest.mark.parametrize(
+    "packing", [Packing(24), Packing(60), Packing(4096), PADDED], ids=["24", "60", "4096", "padded"]
+)
+def test_packed_and_padded_rows_equal_one_sequence_a_row(packing: Packing, group_size: int) -> None:
+    """In log-probs and gradients; groups of 4 share their prompts where rows are packed."""
     actor = Actor(tiny_model(1))
     samples = _samples(2, 12, group_size=group_size)
-    packed = _logprobs(actor, samples, Packing(budget, hidden_size=actor.hidden_size))
+    packed = _logprobs(actor, samples, dataclasses.replace(packing, hidden_size=actor.hidden_size))
     weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(3))
     (packed * weights).sum().backward()
     gradients = {n: p.grad.clone() for n, p in actor.named_parameters()}
@@ -98,21 +103,19 @@ def test_packed_rows_equal_one_sequence_a_row(budget: int, group_size: int) -> N
         assert (gradients[name] - p.grad).abs().max() <= 1e-5 * p.grad.abs().max(), name
 
 
-@pytest.mark.parametrize("fault", ["mask of ones", "positions that run on"])
+@pytest.mark.parametrize("fault", ["mask of ones", "cache", "positions that run on"])
 def test_the_comparison_would_see_sequences_that_see_one_another(fault: str) -> None:
     model = tiny_model(1)
     batch = make_batch(_samples(2))
     packing = Packing(40, hidden_size=10_000)
     micro = next(m for m in micro_batches(batch, np.arange(9), packing) if len(m.rows) > len(m.input_ids))
     right = Actor(model)(micro)[0]
-    positions, mask = micro.position_ids, None
+    given = {"position_ids": micro.position_ids, "attention_mask": None, "use_cache": fault == "cache"}
     if fault == "mask of ones":
-        mask = torch.ones_like(micro.input_ids)
-    else:
-        positions = torch.arange(micro.input_ids.shape[1]).expand_as(positions)
-    hidden = model.model(
-        input_ids=micro.input_ids, position_ids=positions, attention_mask=mask, use_cache=False
-    ).last_hidden_state.flatten(0, 1)[micro.wanted]
+        given["attention_mask"] = torch.ones_like(micro.input_ids)
+    elif fault == "positions that run on":
+        given["position_ids"] = torch.arange(micro.input_ids.shape[1]).expand_as(micro.input_ids)
+    hidden = model.model(input_ids=micro.input_ids, **given).last_hidden_state.flatten(0, 1)[micro.wanted]
     wrong = model.lm_head(hidden).log_softmax(-1).gather(-1, micro.targets[:, None])[:, 0]
     assert (right - wrong).abs().max() > 1e-2
 
@@ -125,6 +128,23 @@ def test_log_probs_are_those_of_the_plain_model_at_the_samples_temperature(tempe
     for row, s in zip(ours, samples, strict=True):
         theirs = torch.tensor(logprobs_of(model, s.prompt_ids.tolist(), s.response_ids.tolist(), temperature))
         assert (row[: len(theirs)] - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("packing", [Packing(64), PADDED], ids=["packed", "padded"])
+def test_prompts_of_different_lengths_shift_nothing(packing: Packing) -> None:
+    """Prompts of 3 and 5 tokens in one forward: each row as it is on its own."""
+    actor, rng = Actor(tiny_model(6)), np.random.default_rng(7)
+    samples = [
+        make_sample(
+            rng, i, 0, prompt_ids=rng.integers(0, VOCAB, n).astype(np.int32), response_tokens=4,
+            response_ids=rng.integers(0, VOCAB, 4).astype(np.int32),
+        )
+        for i, n in enumerate((3, 5))
+    ]  # fmt: skip
+    together = _logprobs(actor, samples, packing)
+    for row, s in zip(together, samples, strict=True):
+        alone = torch.tensor(logprobs_of(actor.lm, s.prompt_ids.tolist(), s.response_ids.tolist()))
+        assert (row - alone).abs().max() < 1e-5
 
 
 def test_prompts_are_shared_only_where_each_layer_obeys_the_mask() -> None:

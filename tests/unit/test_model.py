@@ -14,9 +14,10 @@ from common.tasks import TASKS
 from learner.batch import make_batch
 from learner.export import save_hf
 from learner.initial import initial_folder, load_tokenizer, served_folder
-from learner.model import Actor, load_actor, load_critic, published_weights, shard, weights_digest
+from learner.model import Actor, load_actor, load_critic, published_weights, weights_digest
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
+from learner.sharding import shard
 from learner.toy import ALPHABET, EOS_ID, VOCABULARY, write_toy_folder
 from tests.learner_parts import alone, initial_weights, make_config, make_groups
 from tests.models import tiny_config, tiny_model

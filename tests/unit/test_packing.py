@@ -45,17 +45,23 @@ def _seen_by(micro: MicroBatch, output: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("hidden", [8, 10_000])
-@pytest.mark.parametrize("budget", [16, 40, 5000])
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("budget", [16, 40, 5000, None])
+@pytest.mark.parametrize("layout", ["packed", "shared", "padded"])
 @pytest.mark.parametrize("seed", range(4))
-def test_each_output_sees_its_own_sequence_and_nothing_else(seed: int, share: bool, budget: int, hidden: int) -> None:
+def test_each_output_sees_its_own_sequence_and_nothing_else(
+    seed: int, layout: str, budget: int | None, hidden: int
+) -> None:
     samples = _random_samples(seed, same_prompts=seed != 3)
     batch = make_batch(samples)
     rows = np.arange(len(samples))[seed:]
     asked = []
-    packing = Packing(budget, share_prompts=share, hidden_size=hidden)
+    packing = Packing(
+        budget, rows_per_forward=4, packed=layout != "padded", share_prompts=layout == "shared", hidden_size=hidden
+    )
     for micro in micro_batches(batch, rows, packing):
-        assert micro.input_ids.numel() <= budget
+        assert budget is None or micro.input_ids.numel() <= budget
+        assert budget is not None or len(micro.rows) <= 4
+        assert layout != "padded" or len(micro.input_ids) == len(micro.rows)
         for k, output in enumerate(micro.wanted.tolist()):
             i, t = divmod(int(micro.place[k]), micro.num_columns)
             s = samples[micro.rows[i]]
@@ -102,10 +108,27 @@ def test_nothing_under_the_mask_reaches_a_result() -> None:
     assert batch.behavior_logprobs[batch.mask].isfinite().all()
 
 
-def test_sequences_per_forward_when_there_is_no_budget() -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_sequences_per_forward_when_there_is_no_budget(packed: bool) -> None:
     batch = make_batch(make_groups(make_config(), 0))
-    sizes = [len(m.rows) for m in micro_batches(batch, np.arange(16), Packing(None, rows_per_forward=5))]
-    assert sizes == [5, 5, 5, 1]
+    micros = micro_batches(batch, np.arange(16), Packing(None, rows_per_forward=5, packed=packed))
+    assert [m.rows.tolist() for m in micros] == [list(range(i, min(i + 5, 16))) for i in (0, 5, 10, 15)]
+    useful = [int((batch.lengths[m.rows.numpy()] - 1).sum()) for m in micros]
+    processed = [m.input_ids.numel() for m in micros]
+    assert all(a >= b for a, b in zip(processed, useful, strict=True))
+    if not packed:
+        assert processed == [len(m.rows) * int(batch.lengths[m.rows.numpy()].max() - 1) for m in micros]
+
+
+def test_padded_rows_under_a_budget_lie_with_their_like() -> None:
+    rng = np.random.default_rng(5)
+    samples = [make_sample(rng, i, 0, prompt_tokens=2, response_tokens=n) for i, n in enumerate((9, 1, 8, 2, 1, 9))]
+    micros = micro_batches(make_batch(samples), np.arange(6), Packing(20, packed=False))
+    assert [(m.rows.tolist(), tuple(m.input_ids.shape)) for m in micros] == [
+        ([0, 5], (2, 10)), ([2, 3], (2, 9)), ([1, 4], (2, 2))
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="10 tokens do not fit into 9"):
+        micro_batches(make_batch(samples), np.arange(6), Packing(9, packed=False))
 
 
 def test_packing_leaves_few_holes() -> None:

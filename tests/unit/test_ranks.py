@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
@@ -18,6 +20,7 @@ from learner.model import weights_digest
 from learner.models import load_models
 from learner.packing import Packing, micro_batches, shares
 from tests import rank_program
+from tests.families import FAMILIES, write_family
 from tests.learner_parts import alone, initial_weights, make_config, make_groups, make_sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +49,26 @@ def _launch(world_size: int, weights: Path, out: Path) -> dict[str, dict[str, di
 @pytest.mark.timeout(1200)  # waits for many small collectives: slow on a busy machine
 @pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 3, 4), marks=pytest.mark.soak)], ids=str)
 def test_ranks_and_layouts_change_no_gradient_and_no_weight(tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    """Also: rank counts may change between checkpoints, and ranks skip a step together (see the program)."""
+    """Also: rank counts may change between checkpoints, ranks skip a step together, families attend over divided
+    rows, and loading takes no more than a shard (see the program)."""
     weights = initial_weights(tmp_path / "weights", make_config())
+    for family in FAMILIES:
+        write_family(tmp_path / "families" / family, family)
+    write_family(tmp_path / "families" / "one kv head", "llama tied", num_key_value_heads=1)
+    unnamed = write_family(tmp_path / "families" / "unnamed", "qwen2")
+    torch.save(load_file(unnamed / "model.safetensors"), unnamed / "pytorch_model.bin")
+    (unnamed / "model.safetensors").unlink()
+    large = write_family(tmp_path / "large", "qwen2", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    halves = {name: t.bfloat16() for name, t in load_file(large / "model.safetensors").items()}
+    save_file(halves, large / "model.safetensors", metadata={"format": "pt"})
+    for step in range(1, len(sizes) + 1):  # what a crash left behind under the names of checkpoints to come
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step}" / "__0_0.distcp").write_bytes(b"half")
     results = {n: _launch(n, weights, tmp_path) for n in sizes}
-    reference = results[1]["one forward"]
+    reference = results[1][rank_program.GRID[0]]
     assert sum(bool(g.any()) for g in reference["gradients"].values()) == 26 + 28
     for n, ways in results.items():
-        assert list(ways) == list(rank_program.WAYS)
+        assert tuple(ways) == rank_program.GRID
         for way, result in ways.items():
             for name, gradient in result["gradients"].items():
                 expected = reference["gradients"][name]
@@ -61,11 +77,22 @@ def test_ranks_and_layouts_change_no_gradient_and_no_weight(tmp_path: Path, size
                 assert weight.dtype == torch.float64
                 assert (weight - reference["weights"][name]).abs().max() <= 1e-9, (n, way, name)
 
+    merged = {n: torch.load(tmp_path / f"{n}.adapters.pt") for n in sizes}
+    for name, weight in merged[1].items():
+        for n in sizes:
+            assert (merged[n][name] - weight).abs().max() <= 1e-6, (n, name)
+
     models = load_models(make_config(*rank_program.COMMON), weights, alone())
     checkpoints = Checkpoints(tmp_path / "checkpoints", run_id="test", keep=9, ranks=alone())
     assert checkpoints.steps() == list(range(1, len(sizes) + 1))
     state = checkpoints.load(checkpoints.latest(), models)
     assert state["digests"] == [weights_digest(t.module) for t in models.trainees()]
+
+
+def test_the_grid_has_each_pair_of_values() -> None:
+    columns = list(zip(*rank_program.GRID, strict=True))
+    for a, b in itertools.combinations(columns, 2):
+        assert set(zip(a, b, strict=True)) == set(itertools.product(set(a), set(b)))
 
 
 def _lognormal_batch() -> tuple[object, np.ndarray]:
@@ -85,7 +112,11 @@ def test_long_and_short_samples_are_spread_evenly(world_size: int) -> None:
     assert max(costs) / np.mean(costs) <= 1.01
 
 
-@pytest.mark.parametrize("packing", [Packing(24), Packing(None, rows_per_forward=3)], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "packing",
+    [Packing(24), Packing(None, rows_per_forward=3), Packing(40, packed=False)],
+    ids=["packed", "by count", "padded"],
+)
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_every_rank_makes_as_many_forwards_and_each_row_is_seen_once(packing: Packing, num_rows: int) -> None:
     batch = make_batch(make_groups(make_config(), 0))

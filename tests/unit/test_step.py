@@ -479,11 +479,12 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(learner_of: Callable[..., L
 # ---------------------------------------------------------------- stop and resume
 CRITIC = (
     "algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "algorithm.use_kl_in_reward=true",
-    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.type=adaptive", "actor.optim.lr_warmup_steps=4", "actor.optim.lr_scheduler_type=cosine",
+    "critic.optim.lr_scheduler_type=linear", "run.max_steps=10", "algorithm.kl_warmup_ratio=0.2",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [(), CRITIC], ids=["grpo", "critic and KL controller"])
+@pytest.mark.parametrize("options", [(), CRITIC], ids=["grpo", "critic, KL controller, schedules"])
 def test_resumed_equals_unbroken_on_recorded_rollouts(
     learner_of: Callable[..., Learner], options: tuple[str, ...]
 ) -> None:

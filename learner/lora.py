@@ -1,0 +1,173 @@
+"""LoRA: y = W x + (alpha / rank) · B (A x) with W frozen (Hu et al. 2021, arXiv 2106.09685).
+
+The layers are peft's, put into the model in place; no wrapper around it, no generation code of peft's.
+`fully_shard` takes frozen and trained parameters side by side. Engines get W + (alpha / rank) · B A, made
+tensor by tensor as it is copied out, so that they need not know of adapters, and W itself stays as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from common.config import Model
+from common.errors import ConfigError
+from learner.files import replace_folder
+
+BASE = ".base_layer."  # what peft puts into the names of frozen parameters
+
+
+def add_adapters(lm: nn.Module, options: Model, *, dtype: torch.dtype = torch.float32) -> Any:
+    """Freeze `lm` in `dtype` and put adapters beside the linear layers that `options` names; peft's LoraConfig.
+
+    B begins at 0, so the model computes what it did.
+
+    Raises:
+        ConfigError: peft is not installed; a target that is no linear layer of the backbone.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as e:
+        raise ConfigError("model.lora_rank: needs peft; install it (the extra `lora`), or set it to 0") from e
+    config = LoraConfig(
+        r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=options.target_modules, lora_dropout=0.0,
+        bias="none", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    try:
+        inject_adapter_in_model(config, lm, low_cpu_mem_usage=next(lm.parameters()).is_meta)
+    except ValueError as e:
+        raise ConfigError(f"model.target_modules={options.target_modules}: {str(e).splitlines()[0]}") from e
+    _refuse_other_layers(lm, options)
+    for name, p in lm.named_parameters():
+        if is_adapter(name):
+            p.data = p.data.float()
+        else:
+            p.requires_grad_(False)
+            p.data = p.data.to(dtype)
+    return config
+
+
+def _refuse_other_layers(lm: nn.Module, options: Model) -> None:
+    """Only linear layers of the backbone are merged as they are trained."""
+    ends = (lm.get_output_embeddings(), lm.get_input_embeddings())
+    for name, module in _adapted(lm):
+        if any(module is end for end in ends) or not isinstance(module.base_layer, nn.Linear):
+            raise ConfigError(
+                f"model.target_modules={options.target_modules}: {name} is a {type(module.base_layer).__name__} at the "
+                "model's end or of a kind that cannot be merged; name linear layers between the embeddings and the head"
+            )
+
+
+def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, m) for name, m in module.named_modules() if hasattr(m, "lora_A")]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and whole tensors of a model with or without adapters; collective if it is sharded.
+
+    Without an adapter a tensor is the parameter's own, with one it is a new one in float32.
+    """
+    for name, p in lm.named_parameters():
+        if is_adapter(name):
+            continue
+        tensor = _whole(p.detach())
+        if name.endswith(BASE + "weight"):
+            tensor = tensor.float() + _delta(lm.get_submodule(name.removesuffix(BASE + "weight")))
+        yield name.replace(BASE, "."), tensor
+
+
+def _delta(layer: Any) -> Tensor:
+    """(alpha / rank) · B A: [out, in], float32."""
+    (key,) = layer.lora_A
+    a, b = (_whole(side[key].weight.detach()).float() for side in (layer.lora_A, layer.lora_B))
+    return (b @ a) * layer.scaling[key]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def reset_adapters(lm: nn.Module) -> None:
+    """As they begin: B is 0, A is random, drawn whole on every rank, so that the number of ranks changes nothing."""
+    for _, layer in _adapted(lm):
+        for a, b in zip(layer.lora_A.values(), layer.lora_B.values(), strict=True):
+            drawn = torch.empty(a.weight.shape)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # peft's
+            _local(a.weight).copy_(drawn[_rows(a.weight)])
+            _local(b.weight).zero_()
+
+
+def _rows(tensor: Tensor) -> slice:
+    """Which rows of the whole tensor are this rank's."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Within, the model computes what it did before it got adapters."""
+    layers = [layer for _, layer in _adapted(module)]
+    for layer in layers:  # not `enable_adapters`, which also asks for gradients anew
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+class WithoutAdapters(nn.Module):
+    """An actor with its adapters off, in the place of a reference: there is no second copy of the weights."""
+
+    def __init__(self, actor: nn.Module) -> None:
+        super().__init__()
+        self.actor = actor
+        self.shares_prompts = actor.shares_prompts
+        self.offload = getattr(actor, "offload", None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with adapters_off(self.actor):
+            return self.actor(*args, **kwargs)
+
+
+def save_adapter(target: Path, lm: nn.Module, config: Any, *, base: str, first: bool) -> None:
+    """The adapters alone, in peft's format, in place of what `target` was; collective, written by the first rank.
+
+    base: the model they belong to, as peft is to find it.
+    """
+    from safetensors.torch import save_file
+
+    weights = {
+        f"base_model.model.{name.replace('.default.', '.')}": _whole(p.detach()).cpu().float().contiguous()
+        for name, p in lm.named_parameters()
+        if is_adapter(name)
+    }
+    if not first:
+        return
+
+    def write(folder: Path) -> None:
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.base_model_name_or_path, config.inference_mode = base, True
+        config.save_pretrained(folder)
+
+    replace_folder(target, write)

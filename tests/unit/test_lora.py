@@ -1,0 +1,180 @@
+"""LoRA: only adapters are trained, checkpointed; engines, the reference and the files left behind need no adapters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.errors import CheckpointError, ConfigError
+from learner import ending, resume
+from learner.batch import make_batch
+from learner.initial import load_tokenizer
+from learner.loop import Learner
+from learner.lora import adapters_off, add_adapters
+from learner.model import Actor, load_actor, published_weights, weights_digest
+from learner.models import load_models
+from learner.packing import Packing, micro_batches
+from learner.scoring import answers
+from tests.families import FAMILIES, SMALL
+from tests.learner_parts import SimulatedFeed, alone, initial_weights, make_config, make_groups, make_learner
+
+LORA = ("model.lora_rank=4", "model.lora_alpha=8", "actor.optim.lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return initial_weights(tmp_path_factory.mktemp("model"), make_config())
+
+
+@pytest.fixture
+def learner_of(weights: Path, tmp_path: Path) -> Callable[..., Learner]:
+    def make(*options: str, folder: str = "run", feed: SimulatedFeed | None = None) -> Learner:
+        config = make_config(*LORA, *options)
+        feed = feed or SimulatedFeed(lambda step, version: make_groups(config, step, version=version))
+        learner = make_learner(config, load_models(config, weights, alone()), feed, tmp_path / folder)
+        resume.resume(learner, feed.attach())
+        return learner
+
+    return make
+
+
+def _parameters(learner: Learner) -> dict[str, torch.Tensor]:
+    lm = learner.models.actor.module.lm
+    return {n: p.detach().full_tensor().clone() for n, p in lm.named_parameters()}
+
+
+def _published(learner: Learner, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in published_weights(learner.models.actor.module, dtype=dtype)}
+
+
+@torch.no_grad()
+def _logprobs(model: Any) -> torch.Tensor:
+    """Of random responses, by an actor or a Hugging Face model."""
+    batch = make_batch(make_groups(make_config(), 7))
+    actor = model if isinstance(model, Actor) else Actor(model.float().eval())
+    micros = micro_batches(batch, np.arange(len(batch)), Packing(4096, share_prompts=actor.shares_prompts))
+    return answers(actor, batch, micros, alone(), with_entropy=False)[0]
+
+
+def test_only_adapters_are_trained_and_engines_get_the_merged_weights(
+    learner_of: Callable[..., Learner], weights: Path
+) -> None:
+    learner = learner_of()
+    plain = AutoModelForCausalLM.from_pretrained(weights).float().eval()
+    before, first = _parameters(learner), _published(learner)
+    assert list(first) == [n for n, _ in plain.named_parameters()]
+    assert all(torch.equal(first[n], p) for n, p in plain.named_parameters())
+    for _ in range(3):
+        learner.step()
+    after = _parameters(learner)
+    changed = {n for n in after if not torch.equal(before[n], after[n])}
+    assert changed == {n for n in after if ".lora_" in n}
+
+    digest = weights_digest(learner.models.actor.module)
+    merged = _published(learner)
+    assert weights_digest(learner.models.actor.module) == digest
+    assert all(torch.equal(t, after[n]) for n, t in _parameters(learner).items()), "nothing was merged in place"
+    plain.load_state_dict(merged, strict=False)
+    assert (_logprobs(plain) - _logprobs(AutoModelForCausalLM.from_pretrained(weights))).abs().max() > 1e-2
+    assert (_logprobs(plain) - _logprobs(learner.models.actor.module)).abs().max() < 1e-5
+
+
+def test_the_reference_is_the_base_and_takes_no_memory(learner_of: Callable[..., Learner], weights: Path) -> None:
+    learner = learner_of("actor.ppo_mini_batch_size=4")
+    actor = learner.models.actor.module
+    assert {id(p) for p in learner.models.reference.parameters()} == {id(p) for p in actor.parameters()}
+    learner.step()
+    assert learner.writer.lines[1]["actor/kl_loss"] < 1e-5, "the first updates begin at the reference"
+    learner.step()
+    assert learner.writer.lines[2]["actor/kl_loss"] > 1e-4
+    with adapters_off(actor):
+        off = _logprobs(actor)
+    assert torch.equal(off, _logprobs(AutoModelForCausalLM.from_pretrained(weights)))
+    assert not torch.equal(off, _logprobs(actor)), "they are on again"
+
+
+def test_a_checkpoint_holds_the_adapters_alone_and_resumes(learner_of: Callable[..., Learner]) -> None:
+    feed = SimulatedFeed(lambda step, version: make_groups(make_config(), step, version=version))
+    learner = learner_of("trainer.save_freq=2", feed=feed)
+    for _ in range(3):
+        learner.step()
+    saved = FileSystemReader(learner.checkpoints.latest()).read_metadata().state_dict_metadata
+    assert {n for n in saved if n.startswith("actor.model.") and ".lora_" not in n} == set()
+    assert sum(n.startswith("actor.model.") for n in saved) == 2 * 14  # two layers of seven linear ones, A and B
+
+    second = learner_of("trainer.save_freq=2", feed=feed)
+    assert (second.progress.step, sorted(second.writer.lines)) == (3, [3])
+    assert all(torch.equal(t, _parameters(learner)[n]) for n, t in _parameters(second).items())
+    with pytest.raises(CheckpointError, match=r"'alpha': 8.*this run has .*'alpha': 32"):
+        learner_of("model.lora_alpha=32", feed=feed)
+    with pytest.raises(CheckpointError, match="this run has none"):
+        learner_of("model.lora_rank=0", feed=feed)
+
+
+def test_what_a_run_leaves_behind_loads_with_and_without_peft(
+    learner_of: Callable[..., Learner], weights: Path
+) -> None:
+    learner = learner_of("run.max_steps=2")
+    learner.publish(always=True)
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(weights, learner.config))
+    trained = _logprobs(learner.models.actor.module)
+    merged = AutoModelForCausalLM.from_pretrained(learner.run_dir / "hf")
+    assert (_logprobs(merged) - trained).abs().max() < 1e-5
+    base = AutoModelForCausalLM.from_pretrained(weights)
+    with_adapter = PeftModel.from_pretrained(base, learner.run_dir / "adapter").eval()
+    assert (_logprobs(with_adapter.get_base_model()) - trained).abs().max() < 1e-5
+
+
+def test_the_frozen_part_is_kept_in_the_dtype_that_is_served(weights: Path) -> None:
+    models = load_models(make_config(*LORA, "model.dtype=bfloat16"), weights, alone())
+    kinds = {(".lora_" in n, p.dtype) for n, p in models.actor.module.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    assert all(t.dtype == torch.bfloat16 for _, t in published_weights(models.actor.module, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})).float()
+    lm.save_pretrained(tmp_path / "model")
+    config = make_config(*LORA, "model.target_modules=[q_proj, v_proj]")
+    feed = SimulatedFeed(lambda step, version: make_groups(config, step, version=version))
+    learner = make_learner(config, load_models(config, tmp_path / "model", alone()), feed, tmp_path / "run")
+    resume.resume(learner, feed.attach())
+    learner.step()
+    learner.step()
+    assert sum(".lora_" in n for n in _parameters(learner)) == 2 * 2 * 2
+    plain = load_actor(tmp_path / "model")
+    missing = plain.lm.load_state_dict(_published(learner), strict=False)
+    assert missing.unexpected_keys == [] and set(missing.missing_keys) <= {"lm_head.weight"}  # tied
+    assert (_logprobs(plain) - _logprobs(learner.models.actor.module)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("targets", "fault"),
+    [
+        (["q_proj", "lm_head"], "lm_head is a Linear at the model's end"),
+        (["embed_tokens"], "embed_tokens is a Embedding"),
+        (["attention"], r"model\.target_modules=\['attention'\]: Target modules .* not found"),
+    ],
+)
+def test_layers_that_cannot_be_merged_are_refused_by_name(targets: list[str], fault: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **{**SMALL, **FAMILIES["llama"]})
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
+    options = make_config(*LORA, f"model.target_modules={targets}").model
+    with pytest.raises(ConfigError, match=fault):
+        add_adapters(load_actor(tmp_path).lm, options)
+
+
+def test_a_missing_peft_is_named(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"model\.lora_rank: needs peft"):
+        add_adapters(load_actor(weights).lm, make_config(*LORA).model)

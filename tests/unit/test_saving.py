@@ -1,0 +1,170 @@
+"""Checkpoints are written beside training, and a kill at any moment leaves one that loads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.errors import CheckpointError
+from learner import checkpoint, resume, saving
+from learner.checkpoint import Checkpoints, verify
+from learner.loop import Learner
+from learner.model import weights_digest
+from learner.models import load_models
+from tests.learner_parts import SimulatedFeed, alone, initial_weights, make_config, make_groups, make_learner
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW = ["data_written", "aside", "renamed", "retired", "random:0", "random:1"]
+MANY = [*saving.POINTS, *(f"random:{i}" for i in range(100))]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.soak)], ids=["few", "many"])
+def test_a_kill_at_any_moment_of_saving_leaves_a_checkpoint_that_loads(tmp_path: Path, kills: list[str]) -> None:
+    """The program proves after each kill that what was saved last, and told, is there and loads."""
+    program = [sys.executable, "-m", "tests.saving_program", str(tmp_path), *kills]
+    done = subprocess.run(
+        program, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=1100, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.splitlines()[-1]) >= len(kills) // 4
+
+
+def test_a_save_passes_every_point_in_order(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+    monkeypatch.setattr(saving, "failpoint", lambda name: passed.append(name.removeprefix("learner.checkpoint.")))
+    config = make_config("trainer.max_ckpt_to_keep=1")
+    models = load_models(config, weights, alone())
+    c = Checkpoints(tmp_path, run_id="test", keep=1, ranks=alone())
+    missing = {"first": {"aside", "retired", "removed"}, "next": {"aside"}, "again": {"retired", "removed"}}
+    for step, which in ((1, "first"), (2, "next"), (2, "again")):
+        passed.clear()
+        c.save(step, models, {})
+        assert passed == [p for p in saving.POINTS if p not in missing[which] | {"told"}], which
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return initial_weights(tmp_path_factory.mktemp("model"), make_config())
+
+
+@pytest.fixture
+def learner_of(weights: Path, tmp_path: Path) -> Callable[..., Learner]:
+    def make(*options: str, feed: SimulatedFeed | None = None) -> Learner:
+        config = make_config("trainer.async_save=true", *options)
+        feed = feed or SimulatedFeed(lambda step, version: make_groups(config, step, version=version))
+        learner = make_learner(config, load_models(config, weights, alone()), feed, tmp_path / "run")
+        resume.resume(learner, feed.attach())
+        return learner
+
+    return make
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Checkpoints (but that of step 0) reach their place once it is set."""
+    opened, put_in_place = threading.Event(), checkpoint.put_in_place
+
+    def put(fresh: Path, target: Path, **options: object) -> None:
+        assert target.name == "step_0" or opened.wait(60)
+        put_in_place(fresh, target, **options)
+
+    monkeypatch.setattr(checkpoint, "put_in_place", put)
+    return opened
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    learner_of: Callable[..., Learner], gate: threading.Event
+) -> None:
+    """The broker hears of it once it is in its place, and it holds the weights of its own step."""
+    learner = learner_of("trainer.save_freq=2")
+    digests = []
+    for _ in range(3):
+        learner.step()
+        digests.append(weights_digest(learner.models.actor.module))
+    assert (learner.feed.checkpoints, learner.checkpoints.steps(), learner.saved) == ([0], [0], 2)
+    gate.set()
+    learner.confirm_saved(wait=True)
+    assert (learner.feed.checkpoints, learner.checkpoints.steps()) == ([0, 2], [0, 2])
+    state = learner.checkpoints.load(learner.checkpoints.latest(), learner.models)
+    assert (state["step"], weights_digest(learner.models.actor.module)) == (2, digests[1])
+
+
+def test_one_is_in_the_making_at_most(learner_of: Callable[..., Learner], gate: threading.Event) -> None:
+    """The next one that is due waits for it, and both come to the broker in order; the last is waited for."""
+    learner = learner_of("trainer.save_freq=1")
+    learner.step()
+    due = threading.Thread(target=learner.step)
+    due.start()
+    while not learner.feed.step_rows[1:]:
+        due.join(0.01)
+    assert due.is_alive() and learner.feed.checkpoints == [0]
+    gate.set()
+    due.join(60)
+    learner.save(wanted=True, wait=True)
+    assert (learner.feed.checkpoints, learner.checkpoints.steps()) == ([0, 1, 2], [1, 2])
+
+
+def test_a_step_to_be_undone_waits_for_the_checkpoint_in_the_making(
+    learner_of: Callable[..., Learner], gate: threading.Event
+) -> None:
+    learner = learner_of("trainer.save_freq=2", "trainer.max_ckpt_to_keep=1")
+    learner.step()
+    learner.step()
+    before = weights_digest(learner.models.actor.module)
+    threading.Timer(0.1, gate.set).start()
+    resume.restore_weights(learner)
+    assert learner.feed.checkpoints == [0, 2]
+    assert weights_digest(learner.models.actor.module) == before
+
+
+def test_a_full_disk_ends_the_learner_with_its_reason_and_leaves_the_last_checkpoint(
+    learner_of: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = learner_of("trainer.save_freq=1")
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "_write_json", full)
+    learner.step()
+    with pytest.raises(CheckpointError, match=r"step 1 cannot be written \(No space left.*state\.json.*disk full"):
+        learner.confirm_saved(wait=True)
+    monkeypatch.undo()
+    assert learner.checkpoints.latest() == learner.checkpoints.folder / "step_0"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, weights: Path) -> None:
+    """DCP's own failures, of whichever rank."""
+    models = load_models(make_config(), weights, alone())
+    c = Checkpoints(tmp_path, run_id="test", keep=1, ranks=alone())
+    c.begin(1, models, {})
+    c.finished(wait=True)
+    group = c._group
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file: cannot be written \(rank 0: .*File exists"):
+        saving.write_tensors({"rng": models.actor.parameters[0]}, tmp_path / "file", group)
+
+
+def test_what_crashes_left_behind_goes_and_a_replaced_checkpoint_gets_its_name_back(
+    tmp_path: Path, weights: Path
+) -> None:
+    models = load_models(make_config(), weights, alone())
+    c = Checkpoints(tmp_path, run_id="test", keep=9, ranks=alone())
+    for step in (1, 2):
+        c.save(step, models, {})
+    (tmp_path / ".step_3.new").mkdir()
+    os.rename(tmp_path / "step_2", tmp_path / ".step_2.old")  # killed between two renames
+    (tmp_path / ".step_1.old").mkdir()  # killed after them
+    (tmp_path / "notes").mkdir()
+    c.tidy()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step_1", "step_2"]
+    verify(c.latest())
+    assert c.latest().name == "step_2"
