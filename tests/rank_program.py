@@ -122,7 +122,7 @@ _RANKS: dict[int, Ranks] = {}
 
 def arranged(ranks: Ranks, config: Config) -> Ranks:
     """Groups are made once for each division."""
-    _RANKS[ranks.world_size] = ranks
+    _RANKS.setdefault(ranks.world_size, ranks)
     split, shard_size = config.actor.ulysses_sequence_parallel_size, config.actor.fsdp_config.fsdp_size
     return _arrange(ranks.world_size, split, shard_size)
 
@@ -258,8 +258,10 @@ def one_reduction(weights: Path, ranks: Ranks) -> None:
     if ranks.world_size == 1:
         return
     for shard_size, often in ((-1, False), (-1, True), (1 if ranks.world_size < 4 else 2, False)):
-        config = make_config(*COMMON, *_both("use_dynamic_bsz=false", f"{ROWS}=1"), f"actor.fsdp_config.fsdp_size={shard_size}",
-                             f"trainer.nproc_per_node={ranks.world_size}")  # fmt: skip
+        config = make_config(
+            *COMMON, *_both("use_dynamic_bsz=false", f"{ROWS}=1"), f"actor.fsdp_config.fsdp_size={shard_size}",
+            f"trainer.nproc_per_node={ranks.world_size}",
+        )  # fmt: skip
         ranks = arranged(ranks, config)
         actor = load_models(config, weights, ranks).actor
         batch = make_batch(make_groups(config, 1))
