@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from common.processes import die_with_parent
 from common.sockets import Dealer
 from common.transfer import Ticket, join_group
-from common.weights import HostBuffer
+from common.weights import Buffer
 from generators.member import Member, Swapped
 from tests.filling_receiver import Filling
 
@@ -30,7 +30,7 @@ class Receiving(Filling):
 
 async def member(address: str, name: str, digests: bool) -> None:
     if not digests:
-        HostBuffer.digest = lambda self, entry: 0  # type: ignore[method-assign]
+        Buffer.digest = lambda self, entry: 0  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         m = Member(
             engine=Receiving(folder), run_id="run", name=name, incarnation=str(os.getpid()),

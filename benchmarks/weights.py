@@ -23,7 +23,7 @@ from common.config import Config, Weights
 from common.snapshot import CHUNK_BYTES, SnapshotTransport
 from common.sockets import Router
 from common.transfer import StoreTransport, Transport, join_group
-from common.weights import HostBuffer
+from common.weights import Buffer
 from learner.publish import Publisher
 
 MB = 1 << 20
@@ -87,9 +87,9 @@ def flat_s(num_receivers: int) -> float:
 
 def update_s(num_receivers: int, digests: bool) -> tuple[float, float]:
     """(publish to held by all, of that the caller's stall)."""
-    usual = HostBuffer.digest
+    usual = Buffer.digest
     if not digests:
-        HostBuffer.digest = lambda self, entry: 0  # type: ignore[method-assign]
+        Buffer.digest = lambda self, entry: 0  # type: ignore[method-assign]
     publisher = Publisher(run_id="run", epoch=1, config=Weights(bucket_bytes=64 * MB, timeout_s=60))
     version, stalls = -1, []
 
@@ -110,7 +110,7 @@ def update_s(num_receivers: int, digests: bool) -> tuple[float, float]:
             return seconds(update), statistics.median(stalls[-REPEATS:])
     finally:
         publisher.close()
-        HostBuffer.digest = usual  # type: ignore[method-assign]
+        Buffer.digest = usual  # type: ignore[method-assign]
 
 
 @benchmark

@@ -416,6 +416,10 @@ class Weights(Section):
     nccl is written, but was not yet run on two GPUs."""
     bucket_bytes: PositiveInt = 16 << 20
     """Size of one transfer bucket."""
+    staging: Literal["host", "device", "none"] = "host"
+    """Where an engine keeps a version until it is whole: in host memory (once for all workers of an engine), in the
+    device memory of each worker, or nowhere: it is loaded as it comes, the engine pauses for the whole transfer, and
+    after a torn one holds nothing until the next."""
     timeout_s: PositiveFloat = 30.0
     """Longest time one member can hold up a publication; then it is left out."""
     canary_every: NonNegativeInt = 50

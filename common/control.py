@@ -10,6 +10,7 @@ Keys, all under ``leeway:<run>:``, all readable with ``redis-cli``:
     desired         running | paused | draining | stopped
     limits          hash of live limits (staleness.max, …)
     model           folder with the model's config and tokenizer
+    model_files     digest of these files (``common/model_files.py``)
     members         set of the names in the registry
     registry:<name> hash: role, name, pid, host, address, state, version, …; expires
     events          stream of who did what
@@ -68,6 +69,7 @@ class _View:
     desired: Desired = "running"
     limits: dict[str, str] = field(default_factory=dict)
     model: str | None = None
+    model_files: str = ""
     config: str | None = None
 
 
@@ -190,17 +192,23 @@ class Control:
             self._kept["config"] = text
         return text
 
-    def publish_model(self, path: str) -> None:
-        """Tell the generators the folder with the model's config and tokenizer."""
+    def publish_model(self, path: str, digest: str = "") -> None:
+        """Tell the generators the folder with the model's config and tokenizer, and the digest of these files."""
+        values = {"model": path, "model_files": digest}
         with self._changed:
-            self._kept["model"] = path
+            self._kept.update(values)
         with contextlib.suppress(redis.RedisError):
-            self._redis.set(self._key("model"), path)
+            self._redis.mset({self._key(name): value for name, value in values.items()})
         self._refresh_now()
 
     def model(self) -> str | None:
         with self._changed:
             return self._view.model
+
+    def model_digest(self) -> str:
+        """Of the files that engines start from; empty: whoever announced them did not say."""
+        with self._changed:
+            return self._view.model_files
 
     def wait_for_model(self, deadline_s: float, stop: threading.Event | None = None) -> str:
         """The model folder, once the learner has published it."""
@@ -259,7 +267,7 @@ class Control:
     def forget_run(self) -> None:
         """Delete every key of the run except the events (a launcher starting or continuing it)."""
         names = [f"registry:{n}" for n in self._call(lambda r: r.smembers(self._key("members")))]
-        keys = [self._key(k) for k in ("config", "desired", "limits", "model", "members", *names)]
+        keys = [self._key(k) for k in ("config", "desired", "limits", "model", "model_files", "members", *names)]
         with self._exchanging:
             self._call(lambda r: r.delete(*keys))
             with self._changed:
@@ -389,16 +397,17 @@ class Control:
             pipe.hset(key, mapping=fields)
             pipe.expire(key, TTL_S)
             pipe.sadd(self._key("members"), own["name"])
-        for name in ("config", "desired", "model"):
+        for name in ("config", "desired", "model", "model_files"):
             pipe.get(self._key(name))
         pipe.hgetall(self._key("limits"))
         pipe.smembers(self._key("members"))
-        *_, config, desired, model, limits, names = pipe.execute()
+        *_, config, desired, model, model_files, limits, names = pipe.execute()
         return _View(
             entries=dict(self._read_entries(sorted(names))),
             desired=desired if desired in DESIRED else "running",
             limits=limits,
             model=model,
+            model_files=model_files or "",
             config=config,
         )
 

@@ -7,6 +7,7 @@ LeewayError
 │   └── NoSignalError  nothing comes that could be trained: data, model or reward are wrong (exit code 2)
 ├── ControlError     Redis: unreachable, refused, or in contradiction with this process
 ├── WeightError      a publication that failed, was torn, or was refused
+│   ├── OtherModelError  an engine was started with another model than the learner's (exit code 2)
 │   └── DisprovedError  an engine computes something else with the weights than the learner
 ├── EngineError      the sampling engine failed, or was used wrongly
 │   └── RequestCancelled  a request was ended early, on demand
@@ -59,6 +60,10 @@ class ControlError(LeewayError):
 
 class WeightError(LeewayError):
     pass
+
+
+class OtherModelError(WeightError):
+    exit_code = 2  # a restart would not mend it
 
 
 class DisprovedError(WeightError):

@@ -18,9 +18,7 @@ def free_bytes(folder: Path | None = None) -> int | None:
     return host if folder is None else min(host, shutil.disk_usage(folder).free)
 
 
-def refuse_what_does_not_fit(what: str, wanted: int, folder: Path | None = None) -> None:
-    """Raises WeightError, with the figures, if ``wanted`` bytes are more than is free."""
-    free = free_bytes(folder)
+def refuse_what_does_not_fit(what: str, wanted: int, *, free: int | None, where: str) -> None:
+    """Raises WeightError, with the figures, if ``wanted`` bytes are more than is free ``where``."""
     if free is not None and wanted > free:
-        where = "of host memory" if folder is None else f"in {folder}"
         raise WeightError(f"{what} needs {wanted / 1e9:.2f} GB {where}, {free / 1e9:.2f} GB are free; make room there")

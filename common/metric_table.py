@@ -127,7 +127,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "weights/members": ("1", "Engines connected to the learner."),
     # ---------------------------------------------------------------- time
     "trainer/idle_ratio": ("1", "Share of the step in which the learner waited for its batch."),
-    "timing_s/step": ("s", "Wall-clock time of the step."),
+    "timing_s/step": ("s", "Wall-clock time of the step, the checkpoint before it included."),
     "timing_s/{claim,fetch,old_log_prob,ref,values,adv,update_actor,update_critic,ack,publish,save}": (
         "s",
         "Part of it; `old_log_prob` is the proximal forward pass.",

@@ -29,6 +29,7 @@ class SnapshotSender:
     def __init__(self, router: Router, waker: Waker, peers: list[bytes], timeout_s: float) -> None:
         self._router, self._waker, self._timeout_s = router, waker, timeout_s
         self._credit = dict.fromkeys(peers, WINDOW)
+        self._left: set[bytes] = set()  # who has everything, or gave up
         self._aborted = self._closed = False
         self._lock = threading.Lock()  # guards the waker against `close`
 
@@ -49,6 +50,8 @@ class SnapshotSender:
     def _wait_for_credit(self, peer: bytes) -> None:
         deadline = time.monotonic() + self._timeout_s
         while self._credit[peer] <= 0:
+            if peer in self._left:
+                raise WeightError(f"worker {_worker(peer)} gave up")
             left = deadline - time.monotonic()
             if self._aborted:
                 raise WeightError("aborted")
@@ -58,8 +61,8 @@ class SnapshotSender:
             if message is not None and message[0] in self._credit:
                 op, fields, _ = decode(message[1], SNAPSHOT_OPS)
                 if op == "bye":
-                    raise WeightError(f"worker {_worker(message[0])} gave up")
-                if op == "credit":
+                    self._left.add(message[0])
+                elif op == "credit":
                     self._credit[message[0]] += fields["count"]
 
     def abort(self) -> None:

@@ -1,7 +1,8 @@
 """The seam of the transports that carry weights, and those made of torch's process groups.
 
-A group is the learner (rank 0) and the workers of one engine (ranks 1…). It lives for one
-transfer, under a rendezvous prefix that is never used again, so a torn transfer leaves nothing
+A group is the learner (rank 0) and the workers of one engine (ranks 1…). It is made under a
+rendezvous prefix that is never used again and lives until its first fault: after a transfer that went
+well both sides keep it for the next one, anything else closes it. So a torn transfer leaves nothing
 behind that a later one could trip over, and an engine that dies or freezes holds up only its own.
 Every call ends within the group's timeout. Data and rendezvous are plaintext on loopback.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -66,6 +67,41 @@ class Transport(Protocol):
         """No group will be made: let the workers that wait give up."""
 
     def close(self) -> None: ...
+
+
+class KeptGroups:
+    """Groups between two transfers, by whom they are with. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._groups: dict[bytes, tuple[Ticket, Group]] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, peer: bytes, ticket: Ticket, group: Group) -> None:
+        """After a transfer that went well. A snapshot's group is made for one transfer, and closed."""
+        before = None
+        with self._lock:
+            if ticket.transport in _GROUPS:
+                before = self._groups.pop(peer, None)
+                self._groups[peer] = (ticket, group)
+        if ticket.transport not in _GROUPS:
+            group.close()
+        elif before is not None:
+            before[1].close()
+
+    def take(self, peer: bytes, transport: str) -> tuple[Ticket, Group] | None:
+        """What is kept with a peer, if it is of this transport; another one is closed."""
+        with self._lock:
+            kept = self._groups.pop(peer, None)
+        if kept is not None and kept[0].transport != transport:
+            kept[1].close()
+            return None
+        return kept
+
+    def close_all_but(self, peers: Collection[bytes] = ()) -> None:
+        with self._lock:
+            gone = [self._groups.pop(peer) for peer in list(self._groups) if peer not in peers]
+        for _, group in gone:
+            group.close()
 
 
 MakeGroup = Callable[["TCPStore", Ticket, int, int, float], Group]  # store, ticket, rank, world size, timeout

@@ -120,8 +120,12 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
     "held": {"number": int, "version": int, "pause_s": float, "difference": float},
     # loaded, but the canary's log-probs are others: the engine now holds nothing, and no sample of it leaves
     "disproved": {"number": int, "version": int, "difference": float, "reason": str},
-    "failed": {"number": int, "reason": str},
+    # `version`: that the engine holds now; -1 if it was being loaded directly and is neither the one nor the other
+    "failed": {"number": int, "version": int, "reason": str},
     "leave": {},
+    # before the engine starts: the files it starts from (config, tokenizer, chat template), if it has none
+    "files": {},
+    "file": {"name": str, "offset": int},
     # the engine has met a learner with a higher epoch, and takes nothing from this one any more
     "fenced": {"epoch": int},
     # learner -> engine; `welcome` answers `hello` and each `beat`
@@ -134,6 +138,10 @@ CONTROL_OPS: dict[str, dict[str, Any]] = {
     # payload: the canary, if this load is to be proven
     "swap": {"number": int, "version": int},
     "abort": {"number": int, "reason": str},
+    # payload: [[name, size, SHA-256], …] (`pack`)
+    "file_list": {},
+    # payload: the file's bytes from `offset` on, at most 1 MiB
+    "file_part": {"name": str, "offset": int},
     "refused": {"re": str, "reason": str, "detail": str},
 }  # fmt: skip
 

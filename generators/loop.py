@@ -22,6 +22,7 @@ from generators.engine import Engine
 from generators.environments import load_environment
 from generators.generator import Generator
 from generators.member import Member
+from generators.model_folder import model_folder
 from generators.rewards.scorer import Scorer
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ async def run_generator(role: Role) -> None:
     """One generator from start to end.
 
     Raises:
-        ConfigError: the reward function or the tokenizer cannot be loaded.
+        ConfigError: the reward function or the tokenizer cannot be loaded; see also `model_folder`.
         EngineError: vLLM does not start, or ends.
         DeadlineError: no learner or broker within ``run.start_timeout_s``.
     """
@@ -43,8 +44,7 @@ async def run_generator(role: Role) -> None:
     engine: Engine | None = None
     try:
         control.update(state="waits for the model folder of the learner")
-        deadline_s = config.run.start_timeout_s
-        model_path = await asyncio.to_thread(control.wait_for_model, deadline_s, role.stop)
+        model_path = await asyncio.to_thread(model_folder, control, config, role.run_dir, role.stop)
         environment = load_environment(model_path, config)
         control.update(state="starts its engine")
         seed = zlib.crc32(f"{config.run.seed}/{role.name}/{incarnation}".encode()) >> 1

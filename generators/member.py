@@ -15,12 +15,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from common.canary import Canary
-from common.errors import DisprovedError, EngineError, LeewayError, WeightError, WireError
+from common.errors import DisprovedError, EngineError, LeewayError, OtherModelError, WeightError, WireError
 from common.failpoints import failpoint
+from common.logs import LOGGER
 from common.sockets import AsyncDealer, Mailbox
 from common.wire import CONTROL_OPS, WORKER_OPS, decode, encode
 
@@ -28,7 +29,7 @@ LOOKUP_S = 0.5  # the registry is asked so often for a learner
 BEAT_S = 1.0  # at most; a quarter of the timeout if that is less
 SILENCE_BEATS = 8  # a learner that answers none of so many beats is dialled anew
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(LOGGER)
 
 
 class SwappableEngine(Protocol):
@@ -36,12 +37,12 @@ class SwappableEngine(Protocol):
 
     version: int
     mailbox: Mailbox
-    shared: str  # file in which its workers share what is staged; empty: it has one worker
+    num_receivers: int  # of its workers; one does for all that share its memory
 
     @property
     def dead(self) -> bool: ...
 
-    async def rpc(self, method: str, **kwargs: Any) -> list[Any]: ...
+    async def stage(self, *, on_ready: Callable[[], None], manifest: bytes, **transfer: Any) -> int | None: ...
 
     async def swap(self, version: int, canary: Canary | None, timeout_s: float) -> Swapped: ...
 
@@ -60,6 +61,7 @@ class _Transfer:
 
     number: int
     version: int
+    workers: set[int] = field(default_factory=set)  # that have it
     staged: bool = False
 
 
@@ -100,6 +102,7 @@ class Member:
 
         Raises:
             EngineError: the engine died, a load failed half way, or the learner sent it away.
+            OtherModelError: the learner trains another model than the engine was started with.
         """
         parts = [
             asyncio.create_task(self._read_events(), name="weight-events"),
@@ -159,7 +162,7 @@ class Member:
     def _hello(self) -> None:
         self._send(
             "hello", run=self._run_id, name=self._name, incarnation=self._incarnation,
-            version=self.engine.version, num_workers=1,
+            version=self.engine.version, num_workers=self.engine.num_receivers,
         )  # fmt: skip
 
     def _beat(self) -> None:
@@ -223,13 +226,14 @@ class Member:
             if len(payload) != 1:
                 raise WeightError("no manifest")
             self.state = f"stages version {transfer.version}"
-            await self.engine.rpc(
-                "stage", number=transfer.number, version=transfer.version, manifest=payload[0],
+            digest = await self.engine.stage(
+                on_ready=lambda: self._send("prepared", number=transfer.number), number=transfer.number,
+                version=transfer.version, manifest=payload[0],
                 ticket=[fields[name] for name in ("transport", "host", "port", "prefix")], rank=fields["rank"],
-                world_size=fields["world_size"], timeout_s=fields["timeout_s"], mailbox=self.engine.mailbox.address,
-                shared=self.engine.shared,
+                world_size=fields["world_size"], timeout_s=fields["timeout_s"],
             )  # fmt: skip
-            self._send("prepared", number=transfer.number)
+            if digest is not None and transfer is self._transfer:
+                self._has_staged(transfer, digest)
 
     async def _swap(self, number: int, version: int, payload: list[bytes]) -> None:
         async with self._work:
@@ -280,10 +284,15 @@ class Member:
             if op == "failed":
                 self._give_up(transfer, f"worker {fields['worker']}: {fields['reason']}")
                 continue
-            transfer.staged = True
-            failpoint("member.staged")
-            self.state = f"has staged version {transfer.version}"
-            self._send("staged", number=transfer.number, digest=fields["digest"])
+            transfer.workers.add(fields["worker"])
+            if len(transfer.workers) == self.engine.num_receivers:
+                self._has_staged(transfer, fields["digest"])
+
+    def _has_staged(self, transfer: _Transfer, digest: int) -> None:
+        transfer.staged = True
+        failpoint("member.staged")
+        self.state = f"has staged version {transfer.version}"
+        self._send("staged", number=transfer.number, digest=digest)
 
     def _give_up(self, transfer: _Transfer, reason: str) -> None:
         """Tell the learner; the engine goes on with the weights it has."""
@@ -291,9 +300,9 @@ class Member:
             self._transfer = None
             self.state = "idle"
         _log.warning("version %d: %s", transfer.version, reason)
-        self._send("failed", number=transfer.number, reason=reason)
+        self._send("failed", number=transfer.number, version=self.engine.version, reason=reason)
 
-    def _fail(self, error: EngineError) -> None:
+    def _fail(self, error: LeewayError) -> None:
         if not self._failed.done():
             self._failed.set_exception(error)
 
@@ -302,13 +311,18 @@ class Member:
         transfer = self._transfer
 
         async def guarded() -> None:
+            held = self.engine.version
             try:
                 await work
             except Exception as e:
+                if self.engine.version < held and self.on_version is not None:
+                    self.on_version(self.engine.version)
                 if self.engine.dead:
                     self._fail(e if isinstance(e, EngineError) else EngineError(repr(e)))
                 elif transfer is not None:
                     self._give_up(transfer, str(e) if isinstance(e, LeewayError) else repr(e))
+                if isinstance(e, OtherModelError):
+                    self._fail(OtherModelError(f"{e}; start this generator with the learner's config and model"))
 
         task = asyncio.create_task(guarded())
         self._tasks.add(task)

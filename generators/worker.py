@@ -5,6 +5,8 @@ vLLM imports this module because it is named as executor and worker extension (`
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import signal
 from collections.abc import Iterable
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,13 +25,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from common.errors import WeightError
+from common.errors import OtherModelError, WeightError
 from common.failpoints import failpoint
 from common.processes import die_with_parent
 from common.sockets import post
-from common.weights import HostBuffer
+from common.weights import Buffer, free_on
 from common.wire import encode
-from generators.staging import Staging
+from generators.staging import Arriving, Layout, Line, Shapes, Staging, reason_of
 
 BACKEND = "leeway"
 
@@ -62,9 +65,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A whole version in host memory."""
+    """A whole version, in memory or as it comes."""
 
-    weights: HostBuffer
+    weights: Buffer | Arriving
 
 
 class StagedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -116,17 +119,52 @@ def _refresh_tied_head(model: Any, model_config: Any) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def _shapes_of(model_config: Any) -> Shapes | None:
+    """Name and shape of each tensor that the learner would send for this model; None: transformers does not say."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model_config.hf_config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=model_config.trust_remote_code)
+    except Exception:  # whatever it is: the load and the canary are left to judge by
+        return None
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
 class WorkerExtension:
-    """Mixed into vLLM's worker; ``Engine.rpc`` calls these methods by name, between two steps."""
+    """Mixed into vLLM's worker; ``Engine.rpc`` calls these methods by name, between two steps.
+
+    Answers are lists: ``[word, text or number]``.
+    """
 
     _staging: Staging | None = None
+    _layout: Layout | None = None
 
-    def stage(self, *, mailbox: str, shared: str, **transfer: Any) -> None:
-        """Start to receive a version (``Staging.begin``); events go to ``mailbox``."""
+    def plan_staging(self, *, staging: str, shared: str) -> list[Any]:
+        """``["planned", bytes of a version, free bytes where it would lie (None: not known)]``."""
+        model = _shapes_of(self.model_config)
+        if staging == "none":
+            self._layout, self._line = Layout(model), Line()
+        else:
+            device = self.device if staging == "device" else None
+            self._staging = Staging(worker=self.rank, shared=shared, device=device, model=model)
+        numel = sum(math.prod(shape) for shape in (model or {}).values())
+        free = free_on(self.device if staging == "device" else torch.device("cpu"))
+        return ["planned", numel * self.model_config.dtype.itemsize, free]
+
+    def stage(self, *, mailbox: str, **transfer: Any) -> list[Any]:
+        """Start to receive a version (``Staging.begin``); events go to ``mailbox``.
+
+        Answers ``begun``; or ``refused`` or ``other_model``, and why.
+        """
         failpoint("worker.stage")
-        if self._staging is None:
-            self._staging = Staging(worker=self.rank, shared=shared)
-        self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
+        try:
+            assert self._staging is not None, "plan_staging comes first"
+            self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
+        except WeightError as e:
+            return _refusal(e)
+        return ["begun", ""]
 
     def load_staged(self, *, version: int) -> str | None:
         """Put the staged weights into the model.
@@ -136,7 +174,9 @@ class WorkerExtension:
         """
         failpoint("worker.load")
         try:
-            weights = self._staged().take(version)
+            if self._staging is None:
+                raise WeightError("nothing is staged here")
+            weights = self._staging.take(version)
         except WeightError as e:
             return str(e)
         self.start_weight_update()
@@ -144,10 +184,52 @@ class WorkerExtension:
         self.finish_weight_update()
         return None
 
-    def _staged(self) -> Staging:
-        if self._staging is None:
-            raise WeightError("nothing is staged here")
-        return self._staging
+    def accept(self, *, manifest: bytes) -> list[Any]:
+        """Without staging: whether such a version can be loaded. Answers as ``stage`` does."""
+        try:
+            assert self._layout is not None, "plan_staging comes first"
+            self._layout.accept(manifest)
+        except WeightError as e:
+            return _refusal(e)
+        return ["begun", ""]
+
+    def load_directly(self, *, manifest: bytes, rank: int, **transfer: Any) -> list[Any]:
+        """Without staging: receive a version into the model, while the engine pauses.
+
+        Answers ``loaded`` and the digest; ``refused`` if nothing has changed; ``torn`` if the model is now a
+        mixture, which the next whole version replaces.
+        """
+        assert self._layout is not None, "plan_staging comes first"
+        failpoint("worker.load")
+        wanted = self._layout.accept(manifest)
+        try:
+            arriving = Arriving(wanted, self._line, rank=rank + self.rank, **transfer)
+        except (RuntimeError, WeightError) as e:
+            return ["refused", reason_of(e)]
+        try:
+            self._load(arriving)
+            digest = arriving.check()
+        except (RuntimeError, WeightError) as e:
+            return ["torn", reason_of(e)]
+        finally:
+            arriving.close()
+        self._layout.keep(wanted)
+        return ["loaded", digest]
+
+    def _load(self, arriving: Arriving) -> None:
+        """Raises what the transfer raises; the model can be loaded again in any case."""
+        self.start_weight_update()
+        try:
+            self.update_weights({"weights": arriving})
+        except BaseException:
+            with set_current_vllm_config(self.vllm_config):  # layers half loaded are made whole, of whatever came
+                self.weight_transfer_engine.finish_weight_update()
+            raise
+        self.finish_weight_update()
+
+
+def _refusal(error: WeightError) -> list[Any]:
+    return ["other_model" if isinstance(error, OtherModelError) else "refused", str(error)]
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

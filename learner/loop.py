@@ -1,7 +1,7 @@
 """The learner's step.
 
     claim batch → proximal, reference log-probs, values → correction (weights, rejection) → advantages
-    → for each mini-batch: loss, backward, clip, step → acknowledge → publish → checkpoint
+    → for each mini-batch: loss, backward, clip, step → acknowledge → publish → metrics → checkpoint
 
 Consumes claims (batches of B groups) from the broker; the next one is claimed and fetched while this
 one is trained. Produces versions of the weights. Waits for the broker alone, with a reason that is
@@ -63,11 +63,13 @@ class Learner:
     given_back: int = -1  # the step whose batch was given back last
     said_at: float = float("-inf")  # when the log last said what the learner waits for
     stats: dict[str, Any] = field(default_factory=dict)  # the broker's, of the last step
+    clock: Clock = field(default_factory=Clock)  # of the step under way
     validations: validation.Validations = field(default_factory=validation.Validations)
 
     def run(self) -> str:
         """Steps until the steps, the goal or the data are reached, or a stop; returns which."""
         window, goal = self.config.run.goal_window, self.config.run.goal_score
+        self.clock = Clock()
         try:
             while self.progress.step < self.config.run.max_steps:
                 mean = self.progress.goal_mean(window)
@@ -90,7 +92,7 @@ class Learner:
             TrainingError: too many steps in a row were not finite.
             LeewayError: the batch that was given back as too old came back too old.
         """
-        clock, step, version = Clock(), self.progress.step + 1, self.progress.version
+        clock, step, version = self.clock, self.progress.step + 1, self.progress.version
         with clock("claim"):
             claim = self.claim(step)
         if claim is None:
@@ -120,9 +122,10 @@ class Learner:
         self.count(batch, outcome, limit=claim.limit)
         with clock("publish"):
             self.publish()
-        with clock("save"):
-            self.save(wanted=stepped.checkpoint_wanted)
         self.report(batch, outcome, clock, self.progress, version=version, limit=claim.limit)
+        self.clock = Clock()
+        with self.clock("save"):  # after the line of the step: it is not redone, so nothing would write it later
+            self.save(wanted=stepped.checkpoint_wanted)
         self.refuse_to_go_on_skipping()
         return True
 

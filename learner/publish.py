@@ -1,18 +1,20 @@
 """Sends each published version of the weights to the engines, while the learner trains on.
 
 ``publish`` copies the weights out into host memory, which is all that the training thread waits
-for. A thread of its own talks to the engines (``CONTROL_OPS``) and decides what they are sent
+for. Sending begins with the first bytes: digests and buckets follow the copying through the buffer. A
+thread of its own talks to the engines (``CONTROL_OPS``) and decides what they are sent
 (``learner/roster.py``); each transfer has a short-lived thread, so a dead or frozen engine holds up
 no other, and itself at most ``weights.timeout_s``.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,20 +23,31 @@ from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
 from common.failpoints import failpoint
+from common.logs import LOGGER
+from common.model_files import FileServer
 from common.snapshot import SnapshotTransport
 from common.sockets import Router
-from common.transfer import Group, StoreTransport, Ticket, Transport, first_line
-from common.weights import HostBuffer, Manifest, copy_out, encode_manifest, with_digests
+from common.transfer import Group, KeptGroups, StoreTransport, Ticket, Transport, first_line
+from common.weights import (
+    Buffer,
+    Manifest,
+    Watermark,
+    copy_out,
+    copy_out_as,
+    encode_manifest,
+    pack_digests,
+    with_digests,
+)
 from common.wire import CONTROL_OPS, decode, encode
 from learner import roster
 from learner.roster import Action, Member, Roster
 
 MAX_BUFFERS = 3  # copies of the weights in host memory; normally one is in use
 GIVE_WAY = 3  # a transfer that was ended frees its memory within so many times the timeout
-SEAL_S = 600.0  # longest time that the digests of a version take
+SEAL_S = 600.0  # longest time that a version takes to be copied out, and its digests
 MAX_WAIT_S = 1.0  # the control thread looks at its clock at least this often
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(LOGGER)
 
 
 @dataclass(eq=False)
@@ -42,21 +55,32 @@ class _Version:
     """One version in host memory. ``users`` (transfers, sealing) keep its buffer from being reused."""
 
     version: int
-    buffer: HostBuffer
+    buffer: Buffer
     users: int = 0
-    encoded: bytes = b""  # manifest with digests
-    digest: int = 0
+    layout: Manifest | None = None
+    filled: Watermark = field(default_factory=Watermark)  # how much of it is copied out
+    sealed: Watermark = field(default_factory=Watermark)  # raised to 1 once `digests` are there
+    digests: torch.Tensor | None = None  # [8 · tensors] uint8
     canary: Canary | None = None  # made when the first load of it is to be proven
     proving: threading.Lock = field(default_factory=threading.Lock)
+    withdrawn: bool = False
+
+    def withdraw(self, reason: str) -> None:
+        """It will never be whole: transfers of it end."""
+        self.withdrawn = True
+        self.filled.fail(reason)
+        self.sealed.fail(reason)
 
 
 @dataclass(eq=False)
 class _Transfer:
+    peer: bytes
     ticket: Ticket
     weights: _Version
-    group: Group | None = None
+    group: Group | None = None  # kept from the transfer before, or made for this one
     ended: threading.Event = field(default_factory=threading.Event)
     started: bool = False
+    went_well: bool = False
 
 
 class Publisher:
@@ -71,15 +95,18 @@ class Publisher:
         host: str = "127.0.0.1",
         on_event: Callable[[str], None] | None = None,
         dtype: torch.dtype | None = None,
+        files: FileServer | None = None,
     ) -> None:
         """
         Args:
+            files: config and tokenizer, for generators that have none; default: there are none to be had.
             epoch: the learner's fencing token; engines obey the highest they have met.
             on_event: called, in the control thread, with what a person may want to read; default: the log.
             dtype: floating-point tensors travel as this; default: as they come.
         """
         self._config, self._epoch, self._dtype = config, epoch, dtype
         self._on_event = on_event
+        self._files = files
         self._lock = threading.RLock()  # guards all below; held for moments only
         self._changed = threading.Condition(self._lock)
         # No number is used by two learners of a run.
@@ -90,9 +117,10 @@ class Publisher:
         self._canary: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary] | None = None
         self._layout: Manifest | None = None
         self._newest: _Version | None = None  # complete, with digests
-        self._buffers: list[HostBuffer] = []  # not in use
+        self._buffers: list[Buffer] = []  # not in use
         self._num_buffers = 0
         self._transfers: dict[int, _Transfer] = {}
+        self._kept = KeptGroups()
         self._last = -1  # version handed in
         self._copy_out_s = 0.0
         self._error: Exception | None = None
@@ -132,13 +160,54 @@ class Publisher:
             self._check()
             if version <= self._last:
                 raise WeightError(f"version {version} is not above {self._last}, which was published before")
-            weights = _Version(version, self._free_buffer(), users=1)
-        self._layout = copy_out(
-            tensors, weights.buffer, bucket_bytes=self._config.bucket_bytes, known=self._layout, dtype=self._dtype
-        )
+            buffer = self._free_buffer()
+        try:
+            self._fill(version, buffer, iter(tensors))
+        except BaseException:
+            with self._lock:
+                self._buffers.append(buffer)
+            raise
         self._last = version
         self._copy_out_s = time.perf_counter() - start
+
+    def _fill(self, version: int, buffer: Buffer, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Copy out what was laid out before while others already read it; another layout at once, when it is known."""
+        if (known := self._layout) is not None:
+            buffer.prepare(known)
+            weights = self._announce(version, buffer, known)
+            try:
+                seen = copy_out_as(known, tensors, buffer, weights.filled, self._dtype)
+            except BaseException as e:
+                self._withdraw(weights, f"the learner could not copy it out ({type(e).__name__})")
+                raise
+            if not seen:
+                return
+            self._withdraw(weights, "its layout has changed")
+            tensors = itertools.chain(seen, tensors)
+        layout = copy_out(tensors, buffer, bucket_bytes=self._config.bucket_bytes, dtype=self._dtype)
+        if known is None:
+            size = f"{layout.total_bytes / 1e9:.3g} GB a version in host memory, up to {MAX_BUFFERS} at a time"
+            self._say(f"weights: {len(layout.entries)} tensors, {size}")
+        self._layout = layout
+        weights = self._announce(version, buffer, layout)
+        weights.filled.raise_to(layout.total_bytes)
+
+    def _announce(self, version: int, buffer: Buffer, layout: Manifest) -> _Version:
+        """From now on engines that hold less are sent this version; its bytes follow."""
+        weights = _Version(version, buffer, users=1, layout=layout)
+        self._post(lambda now: self._announced(weights, now))
         threading.Thread(target=self._seal, args=(weights,), name=f"seal-{version}", daemon=True).start()
+        return weights
+
+    def _withdraw(self, weights: _Version, reason: str) -> None:
+        """Nobody is sent this any more; returns when nobody reads its buffer."""
+        weights.withdraw(reason)
+        self._post(lambda now: self._withdrawn(weights))
+        patience_s = GIVE_WAY * self._config.timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: weights.users == 0, patience_s):
+                self._fail(DeadlineError(f"the end of transfers of version {weights.version}, withdrawn", patience_s))
+                self._check()
 
     def make_canary(self) -> None:
         """Compute the canary of the last version now; engines need it at their first load anyway.
@@ -147,13 +216,12 @@ class Publisher:
             ConfigError: the model cannot be computed with here, so that no load of it could be proven.
             DeadlineError: the version was not complete in time.
         """
-        deadline = time.monotonic() + SEAL_S
         with self._changed:
-            while (weights := self._newest) is None or weights.version < self._last:
-                self._check()
-                if (left := deadline - time.monotonic()) <= 0:
-                    raise DeadlineError(f"the digests of version {self._last}", SEAL_S)
-                self._changed.wait(left)
+            if not self._changed.wait_for(lambda: self._is_announced(self._last), SEAL_S):
+                raise DeadlineError(f"version {self._last} to be announced", SEAL_S)
+            self._check()
+            weights = self._newest
+            assert weights is not None
             weights.users += 1
         try:
             self._make_canary(weights)
@@ -216,7 +284,7 @@ class Publisher:
         self._thread.join(self._config.timeout_s)
 
     # ------------------------------------------------------------ versions in memory
-    def _free_buffer(self) -> HostBuffer:
+    def _free_buffer(self) -> Buffer:
         """One that nobody reads: the newest version's own if all engines have it, else a spare one, else that of the
         slowest engines' transfers, which end."""
         patience_s = GIVE_WAY * self._config.timeout_s
@@ -231,7 +299,7 @@ class Publisher:
                 return newest.buffer
             if self._num_buffers < MAX_BUFFERS:
                 self._num_buffers += 1
-                return HostBuffer()
+                return Buffer()
             left = deadline - time.monotonic()
             if left <= 0:
                 names = ", ".join(m.name for m in self._roster.members.values() if m.state in roster.TRANSFER_STATES)
@@ -245,31 +313,40 @@ class Publisher:
         held = {id(t.weights) for t in self._transfers.values()}
         return self._roster.make_room(now) if len(held) >= MAX_BUFFERS and not self._buffers else []
 
+    def _is_announced(self, version: int) -> bool:
+        return self._error is not None or (self._newest is not None and self._newest.version >= version)
+
     def _seal(self, weights: _Version) -> None:
-        """Digests; then the version may be sent."""
+        """The digest of each tensor, as it is copied out."""
         try:
-            manifest = with_digests(weights.buffer)
-            weights.encoded, weights.digest = encode_manifest(manifest), manifest.digest
-            self._post(lambda now: self._sealed(weights, now))
+            manifest = with_digests(weights.buffer, weights.filled, SEAL_S)
+            weights.digests = pack_digests(manifest)
+            self._post(lambda now: self._roster.sealed(weights.version, manifest.digest))
+            weights.sealed.raise_to(1)
+        except WeightError:
+            pass  # withdrawn; `publish` says why
         except Exception as e:
             self._fail(e)
-
-    def _sealed(self, weights: _Version, now: float) -> list[Action]:
-        before = self._newest
-        if before is not None and before.version > weights.version:
+        finally:
             self._release(weights)
-            return []
-        self._newest = weights
-        self._release(weights)
+
+    def _announced(self, weights: _Version, now: float) -> list[Action]:
+        before, self._newest = self._newest, weights
         if before is not None and before.users == 0:
             self._buffers.append(before.buffer)
-        return self._roster.published(weights.version, weights.digest, now)
+        return self._roster.published(weights.version, now)
+
+    def _withdrawn(self, weights: _Version) -> list[Action]:
+        if self._newest is weights:
+            self._newest = None
+            self._roster.ready = False
+        return []
 
     def _release(self, weights: _Version) -> None:
         """One user less; the last one of a superseded version gives its buffer back."""
         with self._changed:
             weights.users -= 1
-            if weights.users == 0 and weights is not self._newest:
+            if weights.users == 0 and weights is not self._newest and not weights.withdrawn:
                 self._buffers.append(weights.buffer)
             self._changed.notify_all()
 
@@ -282,10 +359,11 @@ class Publisher:
                     wait = min(max(self._roster.next_due() - time.monotonic(), 0.0), MAX_WAIT_S)
                 message = self._router.receive(wait)
                 with self._changed:
+                    self._drain()  # first: what our threads know, engines may already answer to
                     if message is not None:
                         self._receive(*message)
-                    self._drain()
                     self._act(self._roster.tick(time.monotonic()))
+                    self._kept.close_all_but({m.peer for m in self._roster.members.values()})
                     self._changed.notify_all()
         except Exception as e:
             _log.exception("the weights' control thread failed")
@@ -297,7 +375,10 @@ class Publisher:
         now = time.monotonic()
         try:
             op, fields, _ = decode(frames, CONTROL_OPS)
-            self._act(self._roster.receive(peer, op, fields, now))
+            if op in ("files", "file") and self._files is not None:
+                self._send(peer, self._files.answer(op, fields))
+            else:
+                self._act(self._roster.receive(peer, op, fields, now))
         except WireError as e:
             self._router.send(peer, encode("refused", re="?", reason=e.reason, detail=str(e)))
 
@@ -326,18 +407,22 @@ class Publisher:
             else:
                 _log.log(logging.WARNING if action.fault else logging.INFO, "%s", action.text)
 
+    def _say(self, text: str) -> None:
+        self._post(lambda now: [roster.Note(text)])
+
     def _send(self, peer: bytes, frames: list[bytes]) -> None:
         if not self._router.send(peer, frames):
             self._act(self._roster.gone(peer, time.monotonic()))
 
     def _prepare(self, action: roster.Prepare) -> None:
         weights = self._newest
-        assert weights is not None and weights.version == action.version
-        ticket = self._transports[action.transport].announce(self._epoch, action.number)
-        self._transfers[action.number] = _Transfer(ticket, weights)
+        assert weights is not None and weights.version == action.version and weights.layout is not None
+        kept = self._kept.take(action.peer, action.transport)
+        ticket, group = kept or (self._transports[action.transport].announce(self._epoch, action.number), None)
+        self._transfers[action.number] = _Transfer(action.peer, ticket, weights, group)
         weights.users += 1
         frames = encode(
-            "prepare", weights.encoded,
+            "prepare", encode_manifest(weights.layout),
             epoch=self._epoch, version=action.version, number=action.number, rank=1, world_size=1 + action.num_workers,
             transport=ticket.transport, host=ticket.host, port=ticket.port, prefix=ticket.prefix,
             timeout_s=self._config.timeout_s,
@@ -360,32 +445,26 @@ class Publisher:
         transfer = self._transfers.pop(number, None)
         if transfer is None:
             return
+        transfer.went_well = staged
         transfer.ended.set()
         if not transfer.started:
             self._transports[transfer.ticket.transport].cancel(transfer.ticket)
+            if transfer.group is not None:
+                transfer.group.close()
             self._release(transfer.weights)
         elif not staged and transfer.group is not None:
             transfer.group.abort()
 
     # ------------------------------------------------------------ one transfer, in its own thread
     def _stream(self, action: roster.Start, transfer: _Transfer) -> None:
-        group = None
         try:
             if action.prove:
                 self._make_canary(transfer.weights)
             failpoint("publish.group")
-            transport = self._transports[transfer.ticket.transport]
-            transfer.group = group = transport.open_group(transfer.ticket, action.num_workers)
-            manifest = transfer.weights.buffer.manifest
-            assert manifest is not None
-            for index in range(manifest.num_buckets):
-                failpoint("publish.bucket")
-                if transfer.ended.is_set():
-                    return
-                try:
-                    group.send(transfer.weights.buffer.bucket(index))
-                except (RuntimeError, WeightError) as e:
-                    raise WeightError(f"bucket {index} of {manifest.num_buckets}: {first_line(e)}") from None
+            if transfer.group is None:
+                transport = self._transports[transfer.ticket.transport]
+                transfer.group = transport.open_group(transfer.ticket, action.num_workers)
+            self._send_buckets(transfer.group, transfer)
             self._post(lambda now: self._roster.sent(action.number, now))
             # Closing before the engine has all would cut off what is still on its way.
             transfer.ended.wait(2 * self._config.timeout_s)
@@ -393,12 +472,29 @@ class Publisher:
             reason = str(e)
             self._post(lambda now: self._roster.torn(action.number, reason, now))
         finally:
-            if group is not None:
-                group.close()
+            if transfer.group is not None and transfer.went_well:
+                self._kept.keep(transfer.peer, transfer.ticket, transfer.group)
+            elif transfer.group is not None:
+                transfer.group.close()
             self._release(transfer.weights)
 
+    def _send_buckets(self, group: Group, transfer: _Transfer) -> None:
+        """All buckets, each once it is copied out; then the digests."""
+        weights, layout = transfer.weights, transfer.weights.layout
+        assert layout is not None
+        for index in range(layout.num_buckets):
+            failpoint("publish.bucket")
+            weights.filled.wait_for(layout.bucket(index).stop, SEAL_S)
+            if transfer.ended.is_set():
+                raise WeightError("ended")
+            _send(group, weights.buffer.bytes[layout.bucket(index)], f"bucket {index} of {layout.num_buckets}")
+        weights.sealed.wait_for(1, SEAL_S)
+        assert weights.digests is not None
+        _send(group, weights.digests, "digests")
+
     def _make_canary(self, weights: _Version) -> None:
-        assert self._canary is not None
+        assert self._canary is not None and weights.layout is not None
+        weights.filled.wait_for(weights.layout.total_bytes, SEAL_S)
         with weights.proving:  # several engines may need it at once
             if weights.canary is None:
                 weights.canary = self._canary(weights.buffer.tensors())
@@ -433,7 +529,15 @@ class Publisher:
             self._closing = self._ended = True
             for number in list(self._transfers):
                 self._end_transfer(number, staged=False)
+            self._kept.close_all_but()
             self._router.close()
             for transport in self._transports.values():
                 transport.close()
             self._changed.notify_all()
+
+
+def _send(group: Group, data: torch.Tensor, what: str) -> None:
+    try:
+        group.send(data)
+    except (RuntimeError, WeightError) as e:
+        raise WeightError(f"{what}: {first_line(e)}") from None

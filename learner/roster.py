@@ -94,7 +94,6 @@ class Member:
     state: str = "idle"
     number: int = -1  # of its transfer
     sending: int = -1  # version of its transfer
-    digest: int = 0  # of that version
     deadline: float = 0.0  # of its state
     failures: int = 0  # in a row
     pause_s: float = 0.0  # of its last swap
@@ -126,7 +125,7 @@ class Roster:
     timeout_s: float
     transport: str = "gloo"  # the usual one
     version: int = -1  # newest one kept for sending
-    digest: int = 0  # what an engine must answer when it has staged it
+    digests: dict[int, int] = field(default_factory=dict)  # by version: what an engine must answer that has staged it
     ready: bool = True  # false while the newest version is being replaced in memory
     members: dict[str, Member] = field(default_factory=dict)
     figures: Figures = field(default_factory=Figures)
@@ -181,8 +180,8 @@ class Roster:
     def _staged(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
         if not self._is_at(m, fields, "sending"):
             return []
-        if fields["digest"] != m.digest:
-            return self._fail(m, f"it staged something else (digest {fields['digest']}, not {m.digest})", now)
+        if fields["digest"] != (wanted := self.digests.get(m.sending)):
+            return self._fail(m, f"it staged something else (digest {fields['digest']}, not {wanted})", now)
         # A proof waits for its turn in the engine, at most timeout_s.
         m.state, m.deadline = "swapping", now + self.timeout_s * (2 if m.prove else 1)
         return [Swap(m.peer, m.number, m.sending, m.prove), End(m.number, staged=True)]
@@ -213,6 +212,7 @@ class Roster:
         return [*self._give_up(m, fields["reason"], now), away, Note(f"{m.name} is sent away {detail}", fault=True)]
 
     def _failed(self, m: Member, fields: dict[str, Any], now: float) -> list[Action]:
+        m.version = fields["version"]  # lower than before, if the load itself was torn
         if fields["number"] != m.number:
             return []
         if m.state not in TRANSFER_STATES:  # its connection broke first; this is why
@@ -235,10 +235,16 @@ class Roster:
         return m.state == state and fields["number"] == m.number
 
     # ------------------------------------------------------------ events of this process
-    def published(self, version: int, digest: int, now: float) -> list[Action]:
-        """``version`` lies complete in memory, to be sent to all that hold less."""
-        self.version, self.digest, self.ready = version, digest, True
+    def published(self, version: int, now: float) -> list[Action]:
+        """``version`` is in memory, or on its way there, to be sent to all that hold less."""
+        self.version, self.ready = version, True
         return self.advance(now)
+
+    def sealed(self, version: int, digest: int) -> list[Action]:
+        """The digest of a version is known; engines have it only after that."""
+        in_use = {version, *(m.sending for m in self.members.values())}
+        self.digests = {v: d for v, d in {**self.digests, version: digest}.items() if v in in_use or v > version}
+        return []
 
     def sent(self, number: int, now: float) -> list[Action]:
         """All buckets are on their way; the engine must have them staged soon."""
@@ -300,7 +306,7 @@ class Roster:
                 continue
             if m.state == "idle" and m.version < self.version:
                 m.number, self.next_number = self.next_number, self.next_number + 1
-                m.state, m.sending, m.digest = "preparing", self.version, self.digest
+                m.state, m.sending = "preparing", self.version
                 m.started, m.deadline = now, now + self.timeout_s
                 m.prove = self.proves and self._is_due(m)
                 m.transport = self._transport_for(m)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from common.metrics import MetricsWriter
+from common.model_files import FileServer, digest_of, list_files
 from common.roles import Role
 from learner import ending, resume
 from learner.ahead import Ahead
@@ -35,6 +36,7 @@ class Session:
         self.role, self.started = role, started
         self.learner: Learner | None = None
         self.tokenizer: Any = None
+        self._files: FileServer | None = None  # what engines on other hosts start from
         self._open = ExitStack()
 
     def __enter__(self) -> Session:
@@ -111,7 +113,9 @@ class Session:
     # ------------------------------------------------------------ rank 0's own
     def _announce_model(self) -> Path:
         served = served_folder(self.role.config, self.role.run_dir)
-        self.role.control.publish_model(str(served))
+        files = list_files(served)
+        self._files = FileServer(served, files)
+        self.role.control.publish_model(str(served), digest_of(files))
         return served
 
     def _wait_for_broker(self) -> None:
@@ -145,7 +149,7 @@ class Session:
         role = self.role
         if role.config.replay.rollouts:
             return NullPublisher()
-        publisher = Publisher(run_id=role.control.run_id, epoch=epoch, config=role.config.weights)
+        publisher = Publisher(run_id=role.control.run_id, epoch=epoch, config=role.config.weights, files=self._files)
         self._open.callback(publisher.close)
         role.control.update(address=publisher.address)
         return publisher

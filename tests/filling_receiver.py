@@ -1,44 +1,47 @@
 """A process that is a member of the learner's roster but only fills tensors: no vLLM.
 
-``python -m tests.filling_receiver NAME ADDRESS_FILE`` prints one JSON line per event:
-``{"held": 3, "sum": 12.5, "pause_s": …}``. Its address comes from the file, as from a registry.
+``python -m tests.filling_receiver NAME ADDRESS_FILE [MODEL]`` prints one JSON line per event:
+``{"held": 3, "sum": 12.5, "pause_s": …}``. Its address comes from the file, as from a registry; MODEL is
+JSON of the shapes it takes, by name: default: any.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.canary import Canary
+from common.errors import LeewayError
 from common.processes import die_with_parent
 from common.sockets import Mailbox, post
 from common.wire import encode
 from generators.member import Member, Swapped
-from generators.staging import Staging
+from generators.staging import Shapes, Staging
 
 
 class Filling:
     """Stands in for ``generators.engine.Engine``."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, model: Shapes | None = None) -> None:
         self.version = -1
-        self.shared = ""
+        self.num_receivers = 1
         self.dead = False
         self.mailbox = Mailbox(f"{folder}/events")
         self.tensors: dict[str, Any] = {}
-        self._staging = Staging(worker=0)
+        self._staging = Staging(worker=0, model=model)
 
-    async def rpc(self, method: str, *, mailbox: str, shared: str, **transfer: Any) -> list[Any]:
-        assert method == "stage"
-        self._staging.begin(post=lambda op, **fields: post(mailbox, encode(op, **fields)), **transfer)
-        return [None]
+    async def stage(self, *, on_ready: Callable[[], None], **transfer: Any) -> int | None:
+        address = self.mailbox.address
+        self._staging.begin(post=lambda op, **fields: post(address, encode(op, **fields)), **transfer)
+        on_ready()
+        return None
 
     async def swap(self, version: int, canary: Canary | None, timeout_s: float) -> Swapped:
         assert version > self.version
@@ -48,13 +51,13 @@ class Filling:
         return Swapped(0.0)
 
 
-async def main(name: str, address_file: str) -> None:
+async def main(name: str, address_file: str, model: str = "") -> None:
     def lookup() -> str | None:
         path = Path(address_file)
         return path.read_text() if path.exists() else None
 
     with tempfile.TemporaryDirectory(prefix="filling-") as folder:
-        engine = Filling(folder)
+        engine = Filling(folder, {n: tuple(s) for n, s in json.loads(model).items()} if model else None)
 
         def held(version: int) -> None:
             total = sum(float(t.double().sum()) for t in engine.tensors.values())
@@ -67,8 +70,13 @@ async def main(name: str, address_file: str) -> None:
         me = asyncio.current_task()
         assert me is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)  # as a generator: it leaves
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await member.run()
+        except asyncio.CancelledError:
+            pass
+        except LeewayError as e:
+            print(json.dumps({"error": str(e)}), flush=True)
+            sys.exit(e.exit_code)
 
 
 if __name__ == "__main__":

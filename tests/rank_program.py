@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -198,13 +199,13 @@ class _Float64:
 
 
 def families(folder: Path, ranks: Ranks) -> None:
-    """Rows divided among all ranks give log-probs and gradients of the whole model, in every family there.
+    """Rows divided among 2 or 4 ranks give log-probs and gradients of the whole model, in every family there.
 
     The shards come from the files' slices; in "unnamed" they cannot, and rank 0 hands its weights out.
     """
     config = make_config("actor.share_prompts=true")
     batch = make_batch(make_groups(config, 1))
-    ranks = arrange(ranks, split=ranks.world_size, shard_size=-1)
+    ranks = arrange(ranks, split=math.gcd(4, ranks.world_size), shard_size=-1)  # the models have 4 heads
     for path in sorted(folder.iterdir() if folder.exists() else ()):
         plain = load_actor(path)
         actor = build_actor(path, split=ranks.split_group)
@@ -212,8 +213,8 @@ def families(folder: Path, ranks: Ranks) -> None:
         assert weights_digest(actor) == weights_digest(plain), path
         packing = Packing(96 * ranks.split, share_prompts=plain.shares_prompts, hidden_size=64, split=ranks.split)
         ours, theirs = [], []
-        for micro in micro_batches(batch, np.arange(len(batch)), packing):
-            for module, outputs, factor in ((plain, theirs, 1), (actor, ours, ranks.world_size)):
+        for micro in micro_batches(batch, np.arange(len(batch)), packing):  # the same on each group of ranks
+            for module, outputs, factor in ((plain, theirs, 1), (actor, ours, ranks.split)):
                 logprobs, entropy = module(micro, with_entropy=True)
                 ((logprobs.sum() + entropy.sum()) * factor).backward()
                 outputs.append(torch.cat([logprobs.detach(), entropy.detach()]))

@@ -46,6 +46,7 @@ class Bench:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.notes: list[str] = []
+        self._num_joins = 0
         self.publisher = Publisher(run_id="run", epoch=1, config=weights, on_event=self.notes.append)
         self.publisher.prove_with(CanaryForward(models.tiny_model(), dtype="float32", max_tokens=100))
         start = time.monotonic()
@@ -59,9 +60,11 @@ class Bench:
         self._num_requests = 0
 
     async def _join(self) -> Member:
+        self._num_joins += 1
         return Member(
-            engine=self.engine, run_id="run", name="a", incarnation="1", lookup_address=lambda: self.publisher.address
-        )
+            engine=self.engine, run_id="run", name="a", incarnation=str(self._num_joins),
+            lookup_address=lambda: self.publisher.address,
+        )  # fmt: skip
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
@@ -190,17 +193,16 @@ def test_a_torn_transfer_changes_nothing(bench: Bench) -> None:
     async def tear() -> None:
         """Stage half a version: the learner's end closes after three buckets."""
         from common.transfer import StoreTransport
-        from common.weights import HostBuffer, copy_out, encode_manifest, with_digests
+        from common.weights import Buffer, copy_out, encode_manifest
 
-        buffer = HostBuffer()
-        copy_out(models.tiny_model(21).named_parameters(), buffer, bucket_bytes=WEIGHTS.bucket_bytes)
-        manifest = with_digests(buffer)
+        buffer = Buffer()
+        manifest = copy_out(models.tiny_model(21).named_parameters(), buffer, bucket_bytes=WEIGHTS.bucket_bytes)
         rendezvous = StoreTransport("127.0.0.1", timeout_s=3)
         ticket = rendezvous.announce(1, 99)
-        await bench.engine.rpc(
-            "stage", number=99, version=held + 1, manifest=encode_manifest(manifest), rank=1, world_size=2,
+        await bench.engine.stage(
+            number=99, version=held + 1, manifest=encode_manifest(manifest), rank=1, world_size=2,
             ticket=[ticket.transport, ticket.host, ticket.port, ticket.prefix], timeout_s=3.0,
-            mailbox=bench.engine.mailbox.address, shared="",
+            on_ready=lambda: asked.append(-1),
         )  # fmt: skip
         group = await asyncio.to_thread(rendezvous.open_group, ticket, 1)
         for index in range(3):
@@ -211,7 +213,7 @@ def test_a_torn_transfer_changes_nothing(bench: Bench) -> None:
             await bench.engine.swap(held + 1)
 
     bench.run(tear())
-    assert asked == [0, 1, 2] and not bench.engine.dead
+    assert asked == [-1, 0, 1, 2] and not bench.engine.dead
     completion = bench.run(bench.sample(40))
     assert completion.spans == [(held, 0, len(completion.response_ids))]
     assert largest_difference(model, completion) < 1e-4

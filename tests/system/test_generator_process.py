@@ -13,6 +13,7 @@ import torch
 
 from common.config import Weights
 from common.control import Control, start_server
+from common.model_files import FileServer, digest_of, find_difference, list_files
 from common.tasks import get_task
 from learner.publish import Publisher
 from learner.toy import EOS_ID, toy_config, write_toy_folder
@@ -41,21 +42,24 @@ def test_a_fleet_of_one_from_start_to_stop(tmp_path: Path):
     url, redis = start_server(tmp_path)
     control = Control(url, RUN)
     broker = SimulatedBroker()
-    publisher = Publisher(run_id=RUN, epoch=1, config=Weights())
+    write_toy_folder(tmp_path / "elsewhere")  # the learner's; the generator's host does not have it
+    files = list_files(tmp_path / "elsewhere")
+    publisher = Publisher(run_id=RUN, epoch=1, config=Weights(), files=FileServer(tmp_path / "elsewhere", files))
     learner = Control(url, RUN)
     fleet = subprocess.Popen(
         [sys.executable, "-m", "generators", "--redis-url", url, "--run-id", RUN, "--name", "g",
          "generators.count=1", "model.toy=true", "model.dtype=float32", "data.task=reverse_digits",
-         "data.max_prompt_length=32", "data.max_response_length=8", "rollout.max_num_seqs=32", f"run.dir={tmp_path}"],
+         "data.max_prompt_length=32", "data.max_response_length=8", "rollout.max_num_seqs=32",
+         f"run.dir={tmp_path / 'run'}"],
         env={**os.environ, "LEEWAY_PDEATHSIG": "1"}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         control.register("broker", "broker", address=broker.address)
         learner.register("learner", "learner", address=publisher.address)
-        write_toy_folder(tmp_path / "model")
-        learner.publish_model(str(tmp_path / "model"))
+        learner.publish_model("/not/on/this/host", digest_of(files))
 
         assert broker.welcome(deadline_s=120)["version"] == -1
+        assert find_difference(tmp_path / "run" / "model-files" / digest_of(files)[:16], files) is None
         assert broker.expect("heartbeat")[0]["capacity"] == 0
         weights = model(0)
         publisher.publish(0, weights.named_parameters())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.config import Config
 from generators.engine import Completion, Engine
 from generators.member import Member
 from learner.canary import CanaryForward
@@ -19,6 +20,7 @@ from tests import models
 from tests.system.test_engine import CONFIG, PROMPT, WEIGHTS, largest_difference
 
 pytestmark = pytest.mark.engine
+STAGINGS = ("device", "none", "host")  # of the first engine, the second, the third
 LANES, MAX_TOKENS, CHECKED = 16, 200, 150
 
 
@@ -52,7 +54,9 @@ def test_no_token_is_of_another_version_than_it_says(
         return asyncio.run_coroutine_threadsafe(work, loop).result(timeout_s)
 
     async def start(name: str) -> tuple[Lane, list[asyncio.Task[None]]]:
-        engine = await Engine.start(model_path=folder, config=CONFIG, seed=len(name))
+        staging = STAGINGS[(len(name) - 1) % count]
+        tree = {**CONFIG.model_dump(), "weights": {**WEIGHTS.model_dump(), "staging": staging}}
+        engine = await Engine.start(model_path=folder, config=Config.model_validate(tree), seed=len(name))
         lane = Lane(engine)
         member = Member(
             engine=engine, run_id="run", name=name, incarnation="1", lookup_address=lambda: publisher.address,
@@ -87,7 +91,8 @@ def test_no_token_is_of_another_version_than_it_says(
         run(end())
         publisher.close()
     for lane, _ in started:
-        assert lane.held == list(range(publications))  # each one, never down
+        held = [v for v in lane.held if v >= 0]  # too busy for a proof in time it holds nothing for a while
+        assert held == list(range(publications))  # each one, never down
         _check(lane.done, model_of)
 
 

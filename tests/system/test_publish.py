@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ def sum_of(version: int) -> float:
 class Receiver:
     """A ``filling_receiver`` process and what it has printed."""
 
-    def __init__(self, name: str, address_file: Path, failpoint: str = "") -> None:
+    def __init__(self, name: str, address_file: Path, failpoint: str = "", model: str = "") -> None:
         env = {**os.environ, "LEEWAY_FAILPOINT": failpoint, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.filling_receiver", name, str(address_file)],
+            [sys.executable, "-m", "tests.filling_receiver", name, str(address_file), model],
             stdout=subprocess.PIPE, env=env, text=True,
         )  # fmt: skip
         self.name = name
@@ -98,8 +99,8 @@ class Bench:
         temporary.replace(self.file)
         return p
 
-    def receiver(self, name: str, failpoint: str = "") -> Receiver:
-        r = Receiver(name, self.file, failpoint)
+    def receiver(self, name: str, failpoint: str = "", model: str = "") -> Receiver:
+        r = Receiver(name, self.file, failpoint, model)
         self.receivers.append(r)
         return r
 
@@ -131,6 +132,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> None:
     publisher = bench.publisher()
+    made: list[Any] = []
+    usual = publisher._transports["gloo"].announce
+    publisher._transports["gloo"].announce = lambda *args: made.append(args) or usual(*args)  # type: ignore
     publisher.publish(0, weights_of(0))  # nobody is there: kept for sending
     a, b = bench.receiver("a"), bench.receiver("b")
     assert a.wait_held(0) == [0] and b.wait_held(0) == [0]
@@ -143,6 +147,7 @@ def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> N
     publisher.wait_held(4, timeout_s=5, minimum=3)  # until the learner has heard so
     assert {m.name: m.version for m in publisher.members()} == {"a": 4, "b": 4, "c": 4}
     assert publisher.stats()["weights/transfers"] == 9
+    assert len(made) == 2  # a group with each, for versions 1, 2 and 4; version 0, and c's first, were snapshots
     for process in (os.getpid(), a.process.pid):  # control socket, rendezvous, groups
         listening = [s for s in psutil.Process(process).net_connections("inet") if s.status == psutil.CONN_LISTEN]
         assert {s.laddr.ip for s in listening} <= {"127.0.0.1"}
@@ -226,6 +231,29 @@ def test_a_torn_transfer_changes_nothing_and_is_sent_again(bench: Bench) -> None
     assert "failpoint staging.bucket" in bench.wait_note("failpoint", 5)
 
 
+def test_a_side_that_fails_between_question_and_answer_parks_nobody(bench: Bench, monkeypatch: Any) -> None:
+    """The engine fails with PREPARE in its hands; then the learner with a beat in its."""
+    publisher = bench.publisher()
+    a = bench.receiver("a", "member.prepare:raise")
+    until(lambda: publisher.members(), 5, "the member")
+    start = time.monotonic()
+    publisher.publish(0, weights_of(0))
+    assert "a: version 0 not delivered: it says: RuntimeError('failpoint member.prepare')" in bench.wait_note(
+        "not delivered", TIMEOUT_S
+    )
+    assert a.wait_held(0) == [0] and time.monotonic() - start < 2 * TIMEOUT_S
+
+    def fail(*args: Any) -> Any:
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(publisher._roster, "receive", fail)
+    with pytest.raises(WeightError, match="can no longer be published: no such luck"):  # at the next beat
+        publisher.wait_held(1, timeout_s=2 * TIMEOUT_S)
+    new = bench.publisher(epoch=2)  # as the learner does that is started again
+    new.publish(1, weights_of(1))
+    assert a.wait_held(1, 3 * TIMEOUT_S) == [1]
+
+
 def test_another_model_is_refused_by_tensor_name(bench: Bench) -> None:
     publisher = bench.publisher()
     a = bench.receiver("a")
@@ -239,6 +267,31 @@ def test_another_model_is_refused_by_tensor_name(bench: Bench) -> None:
     assert a.wait_held(3) == [3]
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layer.4": [127, 130]}, r"tensor layer.4: the learner sends [127, 129], this engine's model has [127, 130]"),
+        ({"layer.9": [127, 129]}, r"tensor layer.9: the learner sends none, this engine's model has [127, 129]"),
+        ({"odd": None}, r"tensor odd: the learner sends [3], this engine's model has none"),
+    ],
+)
+def test_an_engine_of_another_model_is_refused_at_its_first_version_and_ends(
+    bench: Bench, change: dict[str, Any], says: str
+) -> None:
+    shapes = {name: list(t.shape) for name, t in weights_of(0)}
+    publisher = bench.publisher()
+    a = bench.receiver("a", model=json.dumps(shapes))
+    bad = bench.receiver("bad", model=json.dumps({n: s for n, s in {**shapes, **change}.items() if s}))
+    until(lambda: len(publisher.members()) == 2, 5, "both members")
+    publisher.publish(0, weights_of(0))
+    assert a.wait_held(0) == [0]
+    assert bench.wait_note("bad: version 0 not delivered", 5).endswith(f"it says: {says}")
+    assert bad.next()["error"] == f"{says}; start this generator with the learner's config and model"
+    assert bad.process.wait(10) == 2
+    publisher.publish(1, weights_of(1))  # the run goes on with the other one
+    assert a.wait_held(1) == [1] and publisher.wait_held(1, timeout_s=5) == ["a"]
+
+
 def test_a_changed_byte_is_found_by_its_tensor(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     import learner.publish as publish
 
@@ -246,12 +299,11 @@ def test_a_changed_byte_is_found_by_its_tensor(bench: Bench, monkeypatch: pytest
     a = bench.receiver("a")
     sealed = publish.with_digests
 
-    def then_flip_a_bit(buffer: Any) -> Any:
-        manifest = sealed(buffer)
-        buffer.bytes[manifest.entries[6].offset + 5] ^= 1
-        return manifest
+    def with_one_wrong(buffer: Any, *follow: Any) -> Any:
+        manifest = sealed(buffer, *follow)
+        return replace(manifest, digests=(*manifest.digests[:6], manifest.digests[6] ^ 1, *manifest.digests[7:]))
 
-    monkeypatch.setattr(publish, "with_digests", then_flip_a_bit)
+    monkeypatch.setattr(publish, "with_digests", with_one_wrong)
     publisher.publish(0, weights_of(0))
     assert "tensor layer.6: the bytes received are not those sent" in bench.wait_note("layer.6", 5)
     monkeypatch.undo()

@@ -15,7 +15,7 @@ import torch
 
 from common.errors import WeightError
 from common.snapshot import SnapshotTransport
-from common.transfer import StoreTransport, Ticket, Transport
+from common.transfer import KeptGroups, StoreTransport, Ticket, Transport
 
 TIMEOUT_S = 1.5
 NUM_BUCKETS, BUCKET_BYTES = 8, 3_000_000  # not a multiple of a chunk
@@ -192,6 +192,52 @@ def test_who_does_not_come_and_who_is_not_waited_for(transport: Transport, worke
     workers[0].join(transport.announce(1, 8))  # nobody says go
     assert workers[0].next().startswith("error WeightError")
     assert time.monotonic() - start < 2 * TIMEOUT_S + 3
+
+
+def test_groups_are_kept_by_whom_they_are_with() -> None:
+    closed: list[str] = []
+
+    class SimulatedGroup:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    def ticket(transport: str, prefix: str) -> Ticket:
+        return Ticket(transport, "127.0.0.1", 1, prefix)
+
+    kept = KeptGroups()
+    one, two, three = (SimulatedGroup(n) for n in ("one", "two", "three"))
+    kept.keep(b"a", ticket("gloo", "p1"), one)  # type: ignore[arg-type]
+    kept.keep(b"b", ticket("snapshot", "p2"), two)  # type: ignore[arg-type]
+    assert closed == ["two"] and kept.take(b"b", "snapshot") is None
+    taken = kept.take(b"a", "gloo")
+    assert taken is not None and taken[1] is one and kept.take(b"a", "gloo") is None
+    kept.keep(b"a", ticket("gloo", "p1"), one)  # type: ignore[arg-type]
+    kept.keep(b"a", ticket("gloo", "p3"), three)  # type: ignore[arg-type]
+    assert closed == ["two", "one"]
+    assert kept.take(b"a", "snapshot") is None and closed[-1] == "three"  # after a fault the next one is a snapshot
+    kept.keep(b"a", ticket("gloo", "p4"), one)  # type: ignore[arg-type]
+    kept.keep(b"b", ticket("nccl", "p5"), two)  # type: ignore[arg-type]
+    kept.close_all_but({b"b"})
+    assert closed[-1] == "one" and kept.take(b"b", "nccl") is not None
+
+
+def test_a_worker_that_has_everything_may_leave_before_the_others(workers: list[Worker]) -> None:
+    transport = SnapshotTransport("127.0.0.1", timeout_s=TIMEOUT_S)
+    ticket = transport.announce(1, 7)
+    for rank, w in enumerate(workers, 1):
+        w.join(ticket, rank=rank, world_size=3, stop_after=rank)
+    group = transport.open_group(ticket, 2)
+    group.send(bucket(0))
+    assert workers[0].next().startswith("bucket 0")
+    workers[0].say("close")
+    assert workers[1].next().startswith("bucket 0")
+    with pytest.raises(WeightError, match="worker 1 "):  # gave up, or is gone: it has not everything
+        for i in range(1, 9):
+            group.send(bucket(i))
+    group.close()
 
 
 def test_a_snapshot_is_given_only_to_who_shows_the_secret(workers: list[Worker]) -> None:

@@ -65,7 +65,8 @@ def test_verls_names_of_how_models_are_divided_are_understood():
     )  # fmt: skip
     assert (config.model.use_remove_padding, config.actor.ulysses_sequence_parallel_size) == (False, 2)
     assert config.actor.fsdp_config.model_dump() == {
-        "param_offload": False, "optimizer_offload": True, "offload_policy": False, "fsdp_size": 4
+        "param_offload": False, "optimizer_offload": True, "offload_policy": False, "fsdp_size": 4,
+        "reduce_every_micro_step": False,
     }  # fmt: skip
     assert (config.ref.fsdp_config.param_offload, config.critic.fsdp_config.offload_policy) == (True, True)
 

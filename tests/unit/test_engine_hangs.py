@@ -11,7 +11,7 @@ import pytest
 
 from common.canary import Canary
 from common.config import Config
-from common.errors import DisprovedError, EngineError
+from common.errors import ConfigError, DisprovedError, EngineError, WeightError
 from generators.engine import Engine
 
 CONFIG = Config.model_validate({"model": {"toy": True}, "weights": {"timeout_s": 0.05}})
@@ -43,8 +43,8 @@ class Child:
         self.ended = True
 
 
-def make_engine(child: Child, folder: Path) -> Engine:
-    return Engine(child, folder, SimpleNamespace(close=lambda: None), CONFIG)  # type: ignore[arg-type]
+def make_engine(child: Child, folder: Path, config: Config = CONFIG) -> Engine:
+    return Engine(child, folder, SimpleNamespace(close=lambda: None), config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hangs", ["pause", "rpc", "set_weight_version", "resume"])
@@ -91,3 +91,44 @@ def test_a_proof_that_fails_in_any_way_is_a_disproof(error: Exception, tmp_path:
         assert engine.version == 2 and engine._trusted.is_set()  # what was held back may leave
 
     asyncio.run(swap())
+
+
+def test_a_proof_that_comes_too_late_proves_nothing(tmp_path: Path) -> None:
+    async def swap() -> None:
+        engine = make_engine(Child(), tmp_path)
+
+        async def wait(ids: tuple[int, ...]) -> list[float]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        engine.prompt_logprobs = wait  # type: ignore[method-assign]
+        with pytest.raises(WeightError, match=r"no log-probs within 0\.05 s") as error:
+            await engine.swap(1, CANARY, 0.05)
+        assert not isinstance(error.value, DisprovedError)  # three of which send an engine away
+        assert engine.version == -1 and not engine.dead and not engine._trusted.is_set()
+
+    asyncio.run(swap())
+
+
+@pytest.mark.parametrize(
+    ("staging", "says"),
+    [
+        ("host", r"staging=host: a version takes 3\.1 GB of host memory, 2 GB are free\. .*staging=device or none"),
+        ("device", r"staging=device: a version takes 3\.1 GB of device memory of each worker, 2 GB.*staging=none"),
+        ("none", ""),
+    ],
+)
+def test_a_version_that_will_not_fit_ends_the_engine_at_its_start(staging: str, says: str, tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"toy": True}, "weights": {"staging": staging}})
+
+    async def plan(free: int) -> None:
+        child = Child()
+        child.collective_rpc = child._call("rpc", [["planned", 3_100_000_000, free]])
+        await make_engine(child, tmp_path, config)._plan_staging()
+
+    asyncio.run(plan(3_100_000_000))
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            asyncio.run(plan(2_000_000_000))
+    else:
+        asyncio.run(plan(2_000_000_000))

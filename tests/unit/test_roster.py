@@ -16,8 +16,13 @@ def hello(name: str, version: int = -1, run: str = "run", incarnation: str = "1"
 
 def roster(version: int = 0) -> Roster:
     r = Roster(run_id="run", epoch=3, timeout_s=TIMEOUT_S)
-    r.published(version, 100 + version, 0.0)
+    publish(r, version, 0.0)
     return r
+
+
+def publish(r: Roster, version: int, now: float) -> list[Any]:
+    r.sealed(version, 100 + version)
+    return r.published(version, now)
 
 
 def join(r: Roster, name: str, version: int = -1, now: float = 0.0) -> list[Any]:
@@ -65,7 +70,7 @@ def test_only_those_that_hold_less_are_sent_anything() -> None:
 def test_a_version_published_in_a_transfer_follows_it() -> None:
     r = roster()
     prepare = only(join(r, "a"), Prepare)
-    assert r.published(1, 101, 0.1) == [] and r.published(2, 102, 0.1) == []
+    assert publish(r, 1, 0.1) == [] and publish(r, 2, 0.1) == []
     after = only(deliver(r, prepare, 0.2), Prepare)
     assert (after.version, after.number > prepare.number) == (2, True)  # 1 was superseded
 
@@ -91,7 +96,7 @@ def test_who_keeps_failing_rests_longer_each_time() -> None:
     r = roster()
     n, now, rests = only(join(r, "a"), Prepare).number, 0.0, []
     for _ in range(5):
-        r.receive(b"a", "failed", {"number": n, "reason": "disk full"}, now)
+        r.receive(b"a", "failed", {"number": n, "version": -1, "reason": "disk full"}, now)
         failed = now
         while not (
             again := [x for x in r.receive(b"a", "beat", {"version": -1, "state": ""}, now) if isinstance(x, Prepare)]
@@ -130,12 +135,23 @@ def test_late_and_foreign_messages_change_nothing() -> None:
         ("prepared", {"number": n + 7}),
         ("staged", {"number": n, "digest": 100}),  # not asked for yet
         ("held", {"number": n, "version": -1, "pause_s": 0.0, "difference": -1.0}),
-        ("failed", {"number": n - 1, "reason": ""}),
+        ("failed", {"number": n - 1, "version": -1, "reason": ""}),
     ):
         assert r.receive(b"a", op, fields, 0.0) == []
     assert repr(r) == before
     refused = only(r.receive(b"x", "hello", hello("x", run="other"), 0.0), Send)
     assert (refused.op, refused.fields["reason"]) == ("refused", "other_run")
+
+
+def test_an_engine_whose_load_was_torn_holds_nothing_and_is_sent_the_version_again() -> None:
+    r = roster(4)
+    n = only(join(r, "a", 3), Prepare).number
+    r.receive(b"a", "prepared", {"number": n}, 0.0)
+    r.torn(n, "bucket 3: broke", 0.1)  # seen here first
+    assert r.members["a"].version == 3
+    r.receive(b"a", "failed", {"number": n, "version": -1, "reason": "torn"}, 0.2)
+    assert r.members["a"].version == -1
+    assert only(r.tick(1.0), Prepare).version == 4
 
 
 def test_a_wrong_digest_is_not_swapped_in() -> None:
@@ -157,13 +173,13 @@ def test_when_a_load_is_to_be_proven() -> None:
         assert start.prove == swap.prove
         seen.append(swap.prove)
         if version == 6:  # a fault: the load after it is proven
-            r.receive(b"a", "failed", {"number": n, "reason": "broke"}, 0.0)
-            r.published(version, 100 + version, 0.0)
+            r.receive(b"a", "failed", {"number": n, "version": r.members["a"].version, "reason": "broke"}, 0.0)
+            publish(r, version, 0.0)
             prepare = only(r.tick(1.0 + 0.3), Prepare)
             continue
         held = {"number": n, "version": version - 1, "pause_s": 0.0, "difference": 1e-6}
         r.receive(b"a", "held", held, 0.0)
-        prepare = only(r.published(version, 100 + version, 0.0), Prepare)
+        prepare = only(publish(r, version, 0.0), Prepare)
     assert seen == [True, False, False, True, False, False, True, False]
 
 
@@ -191,7 +207,7 @@ def test_a_fenced_learner_sends_nothing_more() -> None:
     join(r, "a", 0)
     r.receive(b"a", "fenced", {"epoch": 4}, 0.1)
     assert r.fenced_by == 4
-    assert r.published(1, 101, 0.2) == []
+    assert publish(r, 1, 0.2) == []
 
 
 def test_whatever_happens_everybody_who_lives_holds_the_newest_in_the_end() -> None:
@@ -231,7 +247,7 @@ def test_whatever_happens_everybody_who_lives_holds_the_newest_in_the_end() -> N
             if event == "hello":
                 note(join(r, name, m.version if m else -1, now))
             elif event == "publish":
-                note(r.published(r.version + 1, 101 + r.version, now))
+                note(publish(r, r.version + 1, now))
             elif event == "tick":
                 note(r.tick(now))
             elif event in ("sent", "torn"):
@@ -245,7 +261,7 @@ def test_whatever_happens_everybody_who_lives_holds_the_newest_in_the_end() -> N
                     "state": "",
                     "difference": 0.5,
                 }
-                fields["digest"] = m.digest if m else 0
+                fields["digest"] = r.digests.get(m.sending, 0) if m else 0
                 note(r.receive(name.encode(), event, fields, now))
         for m in list(r.members.values()):  # each stream of ours ends one way or the other
             note(r.torn(m.number, "broke", now))
@@ -281,9 +297,9 @@ def test_a_member_that_trickles_is_given_up_as_a_whole() -> None:
 def test_the_slowest_gives_way_when_memory_is_needed_but_never_the_newest_version() -> None:
     r = roster(0)
     numbers = {"slow": only(join(r, "slow"), Prepare).number}
-    r.published(1, 101, 1.0)
+    publish(r, 1, 1.0)
     numbers["later"] = only(join(r, "later"), Prepare).number
-    r.published(2, 102, 2.0)
+    publish(r, 2, 2.0)
     join(r, "latest")
     assert only(r.make_room(2.5), End) == End(numbers["slow"], staged=False)
     assert only(r.make_room(2.5), End) == End(numbers["later"], staged=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import common.memory
+import common.weights
 from common.errors import WeightError
 from common.snapshot import SnapshotTransport
-from common.weights import HostBuffer, copy_out, encode_manifest, lay_out, with_digests
+from common.weights import Buffer, copy_out, encode_manifest, lay_out, pack_digests, with_digests
 from generators.staging import Staging
 
 TIMEOUT_S = 5.0
@@ -21,37 +23,46 @@ TIMEOUT_S = 5.0
 class Engine:
     """Two workers' stagings and the learner's end of their transfers."""
 
-    def __init__(self, folder: Path, num_workers: int = 2) -> None:
+    def __init__(self, folder: Path, num_workers: int = 2, device: torch.device | None = None) -> None:
         self.file = folder / "a.weights"
-        self.workers = [Staging(w, str(self.file) if num_workers > 1 else "") for w in range(num_workers)]
+        shared = str(self.file) if num_workers > 1 else ""
+        self.workers = [Staging(w, shared, device=device) for w in range(num_workers)]
+        self.num_receivers = num_workers if device is not None else 1
         self.transport = SnapshotTransport("127.0.0.1", timeout_s=TIMEOUT_S)
         self.events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self.number = 0
+        self.groups: list[Any] = []
 
     def send(self, version: int, value: float, *, buckets: int | None = None) -> tuple[str, dict[str, Any]]:
         """Send a version, or only its first buckets; returns the first worker's event."""
-        buffer = HostBuffer()
+        buffer = Buffer()
         copy_out([("w", torch.full((1000,), value)), ("b", torch.full((7,), value))], buffer, bucket_bytes=1024)
-        manifest = with_digests(buffer)
+        sealed = with_digests(buffer)
+        manifest = replace(sealed, digests=())  # as it is announced
         self.number += 1
         ticket = self.transport.announce(1, self.number)
         for worker in self.workers:
             worker.begin(
-                number=self.number, version=version, manifest=encode_manifest(manifest), rank=1, world_size=2,
+                number=self.number, version=version, manifest=encode_manifest(manifest), rank=1,
+                world_size=1 + self.num_receivers,
                 ticket=[ticket.transport, ticket.host, ticket.port, ticket.prefix], timeout_s=TIMEOUT_S,
                 post=lambda op, **fields: self.events.put((op, fields)),
             )  # fmt: skip
-        group = self.transport.open_group(ticket, 1)
+        group = self.transport.open_group(ticket, self.num_receivers)
         for index in range(manifest.num_buckets if buckets is None else buckets):
             group.send(buffer.bucket(index))
+        for before in self.groups:
+            before.close()
         if buckets is not None:
             group.close()
+        else:
+            group.send(pack_digests(sealed))
         event = self.events.get(timeout=TIMEOUT_S)
-        group.close()
+        self.groups.append(group)  # closed at once it would cut off the others
         return event
 
 
-def values(buffer: HostBuffer) -> set[float]:
+def values(buffer: Buffer) -> set[float]:
     return {x for _, t in buffer.tensors() for x in t.tolist()}
 
 
@@ -67,6 +78,20 @@ def test_the_first_worker_receives_for_all(tmp_path: Path) -> None:
         assert torch.equal(taken[0].bytes, taken[1].bytes)
         engine.file.unlink(missing_ok=True)  # as the engine does once all have looked into it
     assert engine.events.empty()
+
+
+def test_on_the_device_each_worker_has_a_copy_of_its_own(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, device=torch.device("cpu"))
+    for version, value in ((0, 1.5), (3, 2.5)):
+        first = engine.send(version, value)
+        second = engine.events.get(timeout=TIMEOUT_S)
+        assert {first[0], second[0]} == {"staged"} and {first[1]["worker"], second[1]["worker"]} == {0, 1}
+        assert first[1]["digest"] == second[1]["digest"]
+        taken = [worker.take(version) for worker in engine.workers]
+        assert [values(t) for t in taken] == [{value}, {value}]
+        taken[0].bytes[0] ^= 1
+        assert not torch.equal(taken[0].bytes, taken[1].bytes)
+    assert not engine.file.exists()
 
 
 def test_what_was_torn_no_worker_loads(tmp_path: Path) -> None:
@@ -85,11 +110,11 @@ def test_what_was_torn_no_worker_loads(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_with_both_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = lay_out([("w", "float32", (30_000_000,))], 1 << 20)
-    monkeypatch.setattr(common.memory, "free_bytes", lambda folder=None: 90_000_000)
+    monkeypatch.setattr(common.weights, "free_bytes", lambda folder=None: 90_000_000)
     with pytest.raises(WeightError, match=r"needs 0\.12 GB of host memory, 0\.09 GB are free"):
-        HostBuffer().prepare(manifest)
+        Buffer().prepare(manifest)
     with pytest.raises(WeightError, match=rf"needs 0\.12 GB in {tmp_path}, 0\.09 GB are free"):
-        HostBuffer(tmp_path / "w").prepare(manifest)
+        Buffer(tmp_path / "w").prepare(manifest)
     assert not (tmp_path / "w").exists()
     monkeypatch.undo()
     free = common.memory.free_bytes()

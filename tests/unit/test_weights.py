@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,13 +13,17 @@ from hypothesis import strategies as st
 from common.errors import LeewayError, WeightError
 from common.weights import (
     ALIGNMENT,
-    HostBuffer,
+    Buffer,
     Manifest,
+    Watermark,
+    check_digests,
     copy_out,
+    copy_out_as,
     decode_manifest,
     digest,
     encode_manifest,
     lay_out,
+    pack_digests,
     with_digests,
 )
 
@@ -83,17 +89,59 @@ def test_what_is_no_manifest_is_refused() -> None:
 
 def test_copy_out_casts_keeps_the_buffer_and_the_layout() -> None:
     tensors = [("w", torch.randn(5, 7)), ("n", torch.arange(3)), ("t", torch.randn(4, 6).T)]
-    buffer = HostBuffer()
-    layout = copy_out(tensors, buffer, bucket_bytes=256, dtype=torch.bfloat16)
+    buffer = Buffer()
+    layout = copy_out(iter(tensors), buffer, bucket_bytes=256, dtype=torch.bfloat16)
     assert [e.dtype for e in layout.entries] == ["bfloat16", "int64", "bfloat16"]
     for (name, wanted), (got_name, got) in zip(tensors, buffer.tensors(), strict=True):
         assert name == got_name
         assert torch.equal(got, wanted.bfloat16() if wanted.is_floating_point() else wanted)
     where = buffer.bytes.data_ptr()
-    again = copy_out([(n, t + 1) for n, t in tensors], buffer, bucket_bytes=256, known=layout, dtype=torch.bfloat16)
-    assert again is layout and buffer.bytes.data_ptr() == where
-    other = copy_out(tensors[:2], buffer, bucket_bytes=256, known=layout)
-    assert other is not layout and len(other.entries) == 2
+    assert copy_out_as(layout, iter([(n, t + 1) for n, t in tensors]), buffer, Watermark(), torch.bfloat16) == []
+    assert buffer.bytes.data_ptr() == where
+    assert torch.equal(buffer.view(layout.entries[1]), torch.arange(3) + 1)
+
+
+def test_others_may_read_what_is_copied_out_already() -> None:
+    tensors = [("a", torch.full((64,), 1.5)), ("b", torch.full((64,), 2.5))]
+    buffer, filled = Buffer(), Watermark()
+    layout = copy_out(tensors, buffer, bucket_bytes=256)
+    buffer.bytes.zero_()
+    seen = []
+
+    def watched() -> Any:
+        for name, tensor in tensors:
+            seen.append((name, buffer.bytes.view(torch.float32).tolist()))
+            yield name, tensor
+        filled.wait_for(512, 0)
+        with pytest.raises(WeightError, match="513 bytes of the weights are not there within 0 s"):
+            filled.wait_for(513, 0)
+
+    assert copy_out_as(layout, watched(), buffer, filled) == []
+    assert seen == [("a", [0.0] * 128), ("b", [1.5] * 64 + [0.0] * 64)]
+    filled.fail("gone")
+    filled.wait_for(512, 0)
+    with pytest.raises(WeightError, match="gone"):
+        filled.wait_for(513, 60)
+
+
+@pytest.mark.parametrize("change", ["shape", "name", "dtype", "fewer", "more"])
+def test_another_layout_is_seen_and_nothing_is_lost(change: str) -> None:
+    tensors = [(f"t{i}", torch.full((5,), float(i))) for i in range(4)]
+    buffer = Buffer()
+    layout = copy_out(tensors, buffer, bucket_bytes=256)
+    if change == "fewer":
+        changed = tensors[:2]
+    elif change == "more":
+        changed = [*tensors, ("t4", torch.ones(3)), ("t5", torch.ones(4))]
+    else:
+        other = {"shape": ("t2", torch.ones(6)), "name": ("x", tensors[2][1]), "dtype": ("t2", tensors[2][1].half())}
+        changed = [*tensors[:2], other[change], tensors[3]]
+    rest = iter(changed)
+    seen = copy_out_as(layout, rest, buffer, Watermark())
+    again = Buffer()
+    copy_out([*seen, *rest], again, bucket_bytes=256)
+    for (name, wanted), (got_name, got) in zip(changed, again.tensors(), strict=True):
+        assert name == got_name and torch.equal(wanted, got)
 
 
 def test_digest_is_the_wrapping_sum_of_words() -> None:
@@ -102,11 +150,11 @@ def test_digest_is_the_wrapping_sum_of_words() -> None:
         data = rng.integers(0, 256, size, dtype=np.uint8)
         words = [int.from_bytes(data[i : i + 8].tobytes(), "little") for i in range(0, size, 8)]
         signed = (sum(words) + 2**63) % 2**64 - 2**63
-        assert digest(data) == signed
+        assert digest(torch.from_numpy(data)) == signed
 
 
 def test_digest_finds_any_flipped_bit_and_names_its_tensor() -> None:
-    buffer = HostBuffer()
+    buffer = Buffer()
     copy_out([(f"t{i}", torch.randn(33)) for i in range(4)], buffer, bucket_bytes=64)
     before = with_digests(buffer)
     for index, entry in enumerate(before.entries):
@@ -117,4 +165,6 @@ def test_digest_finds_any_flipped_bit_and_names_its_tensor() -> None:
                 i == index for i in range(4)
             ]
             assert after.digest != before.digest
+            with pytest.raises(WeightError, match=f"tensor t{index}: the bytes received are not those sent"):
+                check_digests(after, pack_digests(before))
             buffer.bytes[entry.offset + bit // 8] ^= 1 << (bit % 8)

@@ -1,0 +1,181 @@
+"""The files an engine starts from, beside the weights: config, tokenizer, chat template.
+
+The learner says in the registry where they lie and what they are (``digest``). A generator that has
+the same files at the same place uses them; another one pulls them over the learner's control socket
+into its own run directory. Only data travels: files of a few kinds, by plain names, of bounded size,
+each with its SHA-256. Code never does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, WeightError, WireError
+from common.wire import encode, pack, unpack
+
+SUFFIXES = (".json", ".txt", ".model", ".jinja")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NOT_SENT = re.compile(r"\.index\.json$|^(trainer_state|optimizer|scheduler|training_args)\.")
+MAX_FILES = 64
+MAX_FILE_BYTES = 128 << 20
+MAX_TOTAL_BYTES = 256 << 20
+PART_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """``("tokenizer.json", 1_961_548, "9f86d0…")``"""
+
+    name: str
+    size: int
+    sha256: str  # hex
+
+
+Listing = tuple[ModelFile, ...]
+# One question to the learner, its answer: (op, fields, payload frames).
+Ask = Callable[[list[bytes]], tuple[str, dict[str, Any], list[bytes]]]
+
+
+def list_files(folder: Path) -> Listing:
+    """What of ``folder`` an engine needs and may be sent, by name.
+
+    Raises:
+        ConfigError: no config.json, or more than the bounds allow.
+    """
+    paths = sorted(p for p in folder.iterdir() if p.is_file() and _travels(p.name))
+    sizes = [p.stat().st_size for p in paths]
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path={folder}: has no config.json; give a Hugging Face model folder")
+    if len(paths) > MAX_FILES or max(sizes) > MAX_FILE_BYTES or sum(sizes) > MAX_TOTAL_BYTES:
+        raise ConfigError(
+            f"model.path={folder}: {len(paths)} files of {sum(sizes) / 1e6:.0f} MB ({', '.join(SUFFIXES)}) beside the "
+            f"weights; at most {MAX_FILES}, {MAX_TOTAL_BYTES >> 20} MB; keep there only config and tokenizer"
+        )
+    return tuple(ModelFile(p.name, n, _sha256(p)) for p, n in zip(paths, sizes, strict=True))
+
+
+def _travels(name: str) -> bool:
+    return bool(NAME.fullmatch(name)) and name.endswith(SUFFIXES) and not NOT_SENT.search(name)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def digest_of(files: Listing) -> str:
+    """One name for a set of files: 64 hex digits."""
+    return hashlib.sha256(_encode(files)).hexdigest()
+
+
+def _encode(files: Listing) -> bytes:
+    return pack([[f.name, f.size, f.sha256] for f in files])
+
+
+def _decode(data: bytes) -> Listing:
+    """Raises WeightError for what is no list of files that may travel."""
+    try:
+        files = tuple(ModelFile(str(name), int(size), str(sha)) for name, size, sha in unpack(data))
+    except (TypeError, ValueError, WireError) as e:
+        raise WeightError(f"the learner's list of model files cannot be read ({type(e).__name__}: {e})") from None
+    for f in files:
+        if not _travels(f.name) or not 0 <= f.size <= MAX_FILE_BYTES:
+            raise WeightError(f"the learner offers a file {f.name[:140]!r} of {f.size} bytes: not one that travels")
+    if len({f.name for f in files}) != len(files) or len(files) > MAX_FILES or _total(files) > MAX_TOTAL_BYTES:
+        raise WeightError(f"the learner offers {len(files)} model files of {_total(files)} bytes: too many, or twice")
+    return files
+
+
+def _total(files: Listing) -> int:
+    return sum(f.size for f in files)
+
+
+def find_difference(folder: Path, files: Listing) -> str | None:
+    """The first file that ``folder`` lacks or has otherwise; None: it has them all."""
+    for f in files:
+        path = folder / f.name
+        if not path.is_file():
+            return f"{f.name} is missing"
+        if path.stat().st_size != f.size or _sha256(path) != f.sha256:
+            return f"{f.name} is another"
+    return None
+
+
+# ---------------------------------------------------------------- the learner's side
+class FileServer:
+    """Answers the questions for the files of one folder."""
+
+    def __init__(self, folder: Path, files: Listing) -> None:
+        self._folder, self._files = folder, {f.name: f for f in files}
+        self._listing = _encode(files)
+
+    def answer(self, op: str, fields: dict[str, Any]) -> list[bytes]:
+        """To ``files``: the list; to ``file``: at most ``PART_BYTES`` of one file, from ``offset`` on."""
+        if op == "files":
+            return encode("file_list", self._listing)
+        name, offset = fields["name"], fields["offset"]
+        if name not in self._files or not 0 <= offset < max(1, self._files[name].size):
+            return encode("refused", re="file", reason="no_such_file", detail=f"{name[:140]!r} at {offset}")
+        try:
+            with open(self._folder / name, "rb") as f:
+                f.seek(offset)
+                return encode("file_part", f.read(PART_BYTES), name=name, offset=offset)
+        except OSError as e:
+            return encode("refused", re="file", reason="unreadable", detail=f"{name}: {e.strerror}")
+
+
+# ---------------------------------------------------------------- the generator's side
+def pull_files(ask: Ask, target: Path, digest: str) -> Path:
+    """Have the learner's files in ``target``, whole or not at all.
+
+    Args:
+        ask: sends a question to the learner and returns its answer, or raises DeadlineError.
+        digest: of the set of files, as the registry has it.
+
+    Raises:
+        WeightError: what comes is not what was announced.
+        DeadlineError: the learner does not answer.
+    """
+    op, fields, payload = ask(encode("files"))
+    files = _decode(payload[0]) if op == "file_list" and payload else ()
+    if digest_of(files) != digest:
+        why = fields.get("detail") or "they are not those that the registry announces"
+        raise WeightError(f"the learner's model files cannot be had: {why}")
+    if target.is_dir() and find_difference(target, files) is None:
+        return target
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        for f in files:
+            _pull_file(ask, fresh, f)
+        if target.is_dir():  # damaged, or another generator of this host was faster
+            shutil.rmtree(target)
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return target
+
+
+def _pull_file(ask: Ask, folder: Path, file: ModelFile) -> None:
+    offset, sha = 0, hashlib.sha256()
+    with open(folder / file.name, "xb") as out:
+        while offset < file.size:
+            op, fields, payload = ask(encode("file", name=file.name, offset=offset))
+            if op != "file_part" or (fields["name"], fields["offset"]) != (file.name, offset) or len(payload) != 1:
+                raise WeightError(f"{file.name} at {offset}: the learner says {fields.get('detail') or op}")
+            part = payload[0]
+            if not 0 < len(part) <= file.size - offset:
+                raise WeightError(f"{file.name}: {len(part)} bytes where {file.size - offset} are missing")
+            out.write(part)
+            sha.update(part)
+            offset += len(part)
+    if sha.hexdigest() != file.sha256:
+        raise WeightError(f"{file.name}: what came is not what the learner announced; its folder was changed meanwhile")

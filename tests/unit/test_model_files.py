@@ -1,0 +1,119 @@
+"""Config and tokenizer on their way to a generator that has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError, WeightError
+from common.model_files import (
+    MAX_FILES,
+    PART_BYTES,
+    Ask,
+    FileServer,
+    ModelFile,
+    _encode,
+    digest_of,
+    find_difference,
+    list_files,
+    pull_files,
+)
+from common.wire import CONTROL_OPS, decode, encode, pack
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    (made / "tokenizer.model").write_bytes(bytes(range(256)) * (PART_BYTES // 200))  # more than one part
+    (made / "chat_template.jinja").write_text("")
+    for name in ("model.safetensors", "modeling.py", "model.safetensors.index.json", ".hidden.json", "optimizer.json"):
+        (made / name).write_text("not sent")
+    (made / "folder.json").mkdir()
+    return made
+
+
+def asking(answer: Any) -> Ask:
+    return lambda frames: decode(answer(*decode(frames, CONTROL_OPS)[:2]), CONTROL_OPS)
+
+
+def test_config_and_tokenizer_travel_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    files = list_files(folder)
+    assert [f.name for f in files] == ["chat_template.jinja", "config.json", "tokenizer.model"]
+    server, asked = FileServer(folder, files), []
+    ask = asking(lambda op, fields: asked.append(op) or server.answer(op, fields))
+    target = pull_files(ask, tmp_path / "run" / "files" / "x", digest_of(files))
+    assert sorted(p.name for p in target.iterdir()) == [f.name for f in files]
+    assert all((target / f.name).read_bytes() == (folder / f.name).read_bytes() for f in files)
+    assert asked == ["files", *["file"] * 3]  # 1, and 2 parts; the empty one needs none
+    assert [p.name for p in target.parent.iterdir()] == ["x"]
+    asked.clear()
+    assert pull_files(ask, target, digest_of(files)) == target and asked == ["files"]  # it is there already
+    (target / "config.json").write_text("[]")
+    assert find_difference(target, files) == "config.json is another"
+    assert find_difference(pull_files(ask, target, digest_of(files)), files) is None  # damaged: pulled again
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../config.json", "/etc/x.json", "a/b.json", "..", ".json", "model.py", "x.safetensors", "a\x00.json", "A" * 200],
+)
+def test_a_name_that_leaves_the_folder_or_is_no_data_is_refused(tmp_path: Path, name: str) -> None:
+    listing = (ModelFile(name, 3, "0" * 64),)
+    ask = asking(lambda op, fields: encode("file_list", _encode(listing)))
+    with pytest.raises(WeightError, match="not one that travels"):
+        pull_files(ask, tmp_path / "x", digest_of(listing))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lists_out_of_bounds_or_unreadable_are_refused(folder: Path, tmp_path: Path) -> None:
+    one = ModelFile("a.json", 3, "0" * 64)
+    many = tuple(ModelFile(f"a{i}.json", 3, "0" * 64) for i in range(MAX_FILES + 1))
+    large = tuple(ModelFile(f"a{i}.json", 128 << 20, "0" * 64) for i in range(3))
+    for listing in ((one, one), many, large, (ModelFile("a.json", 129 << 20, ""),)):
+        with pytest.raises(WeightError, match=r"too many, or twice|not one that travels"):
+            pull_files(
+                asking(lambda op, fields, data=listing: encode("file_list", _encode(data))), tmp_path / "x", "any"
+            )
+    for junk in (b"", b"\xc1", pack({"a": 1}), pack([["a.json", 3]])):
+        with pytest.raises(WeightError, match=r"cannot be read|cannot be had"):
+            pull_files(asking(lambda op, fields, data=junk: encode("file_list", data)), tmp_path / "x", "any")
+    for i in range(MAX_FILES):
+        (folder / f"extra{i}.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"keep there only config and tokenizer"):
+        list_files(folder)
+
+
+def test_what_comes_otherwise_than_announced_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    files = list_files(folder)
+    server = FileServer(folder, files)
+    with pytest.raises(WeightError, match="not those that the registry announces"):
+        pull_files(asking(server.answer), tmp_path / "x", "0" * 64)
+
+    def flipped(op: str, fields: dict[str, Any]) -> list[bytes]:
+        header, *payload = server.answer(op, fields)
+        return [header, payload[0][:-1] + b"~"] if op == "file" else [header, *payload]
+
+    with pytest.raises(WeightError, match=r"config\.json: what came is not what the learner announced"):
+        pull_files(asking(flipped), tmp_path / "x", digest_of(files))
+
+    def too_long(op: str, fields: dict[str, Any]) -> list[bytes]:
+        header, *payload = server.answer(op, fields)
+        return [header, payload[0] + b"~"] if op == "file" else [header, *payload]
+
+    with pytest.raises(WeightError, match=r"config\.json: 3 bytes where 2 are missing"):
+        pull_files(asking(too_long), tmp_path / "x", digest_of(files))
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_learner_gives_no_other_file_than_those_it_listed(folder: Path) -> None:
+    server = FileServer(folder, list_files(folder))
+    for name, offset in (("modeling.py", 0), ("../model/config.json", 0), ("config.json", 2), ("config.json", -1)):
+        op, fields, _ = decode(server.answer("file", {"name": name, "offset": offset}), CONTROL_OPS)
+        assert (op, fields["reason"]) == ("refused", "no_such_file")
+    (folder / "config.json").unlink()
+    op, fields, _ = decode(server.answer("file", {"name": "config.json", "offset": 0}), CONTROL_OPS)
+    assert (op, fields["reason"]) == ("refused", "unreadable")
