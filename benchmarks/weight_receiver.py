@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from common.buffers import Buffer
 from common.processes import die_with_parent
 from common.sockets import Dealer
 from common.transfer import Ticket, join_group
-from common.weights import Buffer
 from generators.member import Member, Swapped
 from tests.filling_receiver import Filling
 

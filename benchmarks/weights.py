@@ -19,11 +19,11 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.figures import Figure, benchmark
+from common.buffers import Buffer
 from common.config import Config, Weights
 from common.snapshot import CHUNK_BYTES, SnapshotTransport
 from common.sockets import Router
 from common.transfer import StoreTransport, Transport, join_group
-from common.weights import Buffer
 from learner.publish import Publisher
 
 MB = 1 << 20

@@ -26,6 +26,8 @@ LAST_WORDS_S = 0.2  # at the end the socket lingers so long
 class SnapshotSender:
     """The learner's end of one transfer; of the transfer's thread, but for ``abort``."""
 
+    on_device = False
+
     def __init__(self, router: Router, waker: Waker, peers: list[bytes], timeout_s: float) -> None:
         self._router, self._waker, self._timeout_s = router, waker, timeout_s
         self._credit = dict.fromkeys(peers, WINDOW)
@@ -84,6 +86,8 @@ class SnapshotSender:
 
 class SnapshotReceiver:
     """A worker's end of one transfer."""
+
+    on_device = False
 
     def __init__(self, dealer: Dealer, timeout_s: float) -> None:
         self._dealer, self._timeout_s = dealer, timeout_s

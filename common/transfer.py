@@ -30,6 +30,8 @@ _GO, _CANCELLED = b"go", b"cancelled"
 
 
 class Group(Protocol):
+    on_device: bool  # whether ``receive`` fills device memory as well as host memory
+
     def send(self, bucket: torch.Tensor) -> None:
         """Rank 0: to all other ranks. ``bucket`` must stand until they have said that they have everything."""
 
@@ -116,6 +118,8 @@ def new_prefix(epoch: int, number: int) -> str:
 class GlooGroup:
     """A group over gloo, with point-to-point sends."""
 
+    on_device = False
+
     def __init__(self, store: TCPStore, ticket: Ticket, rank: int, world_size: int, timeout_s: float) -> None:
         gloo: Any = ProcessGroupGloo  # its stub lacks most of it
         options = gloo._Options()
@@ -153,6 +157,8 @@ class NcclGroup:
     NCCL's own calls have no timeout, and some block in C (the first one makes the communicator), so
     each runs under a watchdog: a timer thread that aborts the communicator.
     """
+
+    on_device = True
 
     def __init__(
         self,

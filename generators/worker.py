@@ -25,13 +25,15 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from common.buffers import Buffer, free_on
 from common.errors import OtherModelError, WeightError
 from common.failpoints import failpoint
 from common.processes import die_with_parent
 from common.sockets import post
-from common.weights import Buffer, free_on
 from common.wire import encode
-from generators.staging import Arriving, Layout, Line, Shapes, Staging, reason_of
+from generators.arriving import Arriving
+from generators.receiving import Layout, Line, Shapes, reason_of
+from generators.staging import Staging
 
 BACKEND = "leeway"
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from common.buffers import Buffer, copy_out, copy_out_as, pack_digests, with_digests
 from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
@@ -28,55 +29,24 @@ from common.model_files import FileServer
 from common.snapshot import SnapshotTransport
 from common.sockets import Router
 from common.transfer import Group, KeptGroups, StoreTransport, Ticket, Transport, first_line
-from common.weights import (
-    Buffer,
-    Manifest,
-    Watermark,
-    copy_out,
-    copy_out_as,
-    encode_manifest,
-    pack_digests,
-    with_digests,
-)
+from common.weights import Manifest, encode_manifest
 from common.wire import CONTROL_OPS, decode, encode
 from learner import roster
 from learner.roster import Action, Member, Roster
+from learner.version import SEAL_S, Version
 
 MAX_BUFFERS = 3  # copies of the weights in host memory; normally one is in use
 GIVE_WAY = 3  # a transfer that was ended frees its memory within so many times the timeout
-SEAL_S = 600.0  # longest time that a version takes to be copied out, and its digests
 MAX_WAIT_S = 1.0  # the control thread looks at its clock at least this often
 
 _log = logging.getLogger(LOGGER)
 
 
 @dataclass(eq=False)
-class _Version:
-    """One version in host memory. ``users`` (transfers, sealing) keep its buffer from being reused."""
-
-    version: int
-    buffer: Buffer
-    users: int = 0
-    layout: Manifest | None = None
-    filled: Watermark = field(default_factory=Watermark)  # how much of it is copied out
-    sealed: Watermark = field(default_factory=Watermark)  # raised to 1 once `digests` are there
-    digests: torch.Tensor | None = None  # [8 · tensors] uint8
-    canary: Canary | None = None  # made when the first load of it is to be proven
-    proving: threading.Lock = field(default_factory=threading.Lock)
-    withdrawn: bool = False
-
-    def withdraw(self, reason: str) -> None:
-        """It will never be whole: transfers of it end."""
-        self.withdrawn = True
-        self.filled.fail(reason)
-        self.sealed.fail(reason)
-
-
-@dataclass(eq=False)
 class _Transfer:
     peer: bytes
     ticket: Ticket
-    weights: _Version
+    weights: Version
     group: Group | None = None  # kept from the transfer before, or made for this one
     ended: threading.Event = field(default_factory=threading.Event)
     started: bool = False
@@ -116,7 +86,7 @@ class Publisher:
         )  # fmt: skip
         self._canary: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary] | None = None
         self._layout: Manifest | None = None
-        self._newest: _Version | None = None  # complete, with digests
+        self._newest: Version | None = None  # complete, with digests
         self._buffers: list[Buffer] = []  # not in use
         self._num_buffers = 0
         self._transfers: dict[int, _Transfer] = {}
@@ -192,14 +162,14 @@ class Publisher:
         weights = self._announce(version, buffer, layout)
         weights.filled.raise_to(layout.total_bytes)
 
-    def _announce(self, version: int, buffer: Buffer, layout: Manifest) -> _Version:
+    def _announce(self, version: int, buffer: Buffer, layout: Manifest) -> Version:
         """From now on engines that hold less are sent this version; its bytes follow."""
-        weights = _Version(version, buffer, users=1, layout=layout)
+        weights = Version(version, buffer, users=1, layout=layout)
         self._post(lambda now: self._announced(weights, now))
         threading.Thread(target=self._seal, args=(weights,), name=f"seal-{version}", daemon=True).start()
         return weights
 
-    def _withdraw(self, weights: _Version, reason: str) -> None:
+    def _withdraw(self, weights: Version, reason: str) -> None:
         """Nobody is sent this any more; returns when nobody reads its buffer."""
         weights.withdraw(reason)
         self._post(lambda now: self._withdrawn(weights))
@@ -224,7 +194,7 @@ class Publisher:
             assert weights is not None
             weights.users += 1
         try:
-            self._make_canary(weights)
+            weights.make_canary(self._canary)
         except Exception as e:
             raise ConfigError(
                 "model.path: its forward on the CPU, by which engines prove that they have loaded it, fails "
@@ -316,7 +286,7 @@ class Publisher:
     def _is_announced(self, version: int) -> bool:
         return self._error is not None or (self._newest is not None and self._newest.version >= version)
 
-    def _seal(self, weights: _Version) -> None:
+    def _seal(self, weights: Version) -> None:
         """The digest of each tensor, as it is copied out."""
         try:
             manifest = with_digests(weights.buffer, weights.filled, SEAL_S)
@@ -330,19 +300,19 @@ class Publisher:
         finally:
             self._release(weights)
 
-    def _announced(self, weights: _Version, now: float) -> list[Action]:
+    def _announced(self, weights: Version, now: float) -> list[Action]:
         before, self._newest = self._newest, weights
         if before is not None and before.users == 0:
             self._buffers.append(before.buffer)
         return self._roster.published(weights.version, now)
 
-    def _withdrawn(self, weights: _Version) -> list[Action]:
+    def _withdrawn(self, weights: Version) -> list[Action]:
         if self._newest is weights:
             self._newest = None
             self._roster.ready = False
         return []
 
-    def _release(self, weights: _Version) -> None:
+    def _release(self, weights: Version) -> None:
         """One user less; the last one of a superseded version gives its buffer back."""
         with self._changed:
             weights.users -= 1
@@ -459,12 +429,12 @@ class Publisher:
     def _stream(self, action: roster.Start, transfer: _Transfer) -> None:
         try:
             if action.prove:
-                self._make_canary(transfer.weights)
+                transfer.weights.make_canary(self._canary)
             failpoint("publish.group")
             if transfer.group is None:
                 transport = self._transports[transfer.ticket.transport]
                 transfer.group = transport.open_group(transfer.ticket, action.num_workers)
-            self._send_buckets(transfer.group, transfer)
+            transfer.weights.send(transfer.group, transfer.ended)
             self._post(lambda now: self._roster.sent(action.number, now))
             # Closing before the engine has all would cut off what is still on its way.
             transfer.ended.wait(2 * self._config.timeout_s)
@@ -477,27 +447,6 @@ class Publisher:
             elif transfer.group is not None:
                 transfer.group.close()
             self._release(transfer.weights)
-
-    def _send_buckets(self, group: Group, transfer: _Transfer) -> None:
-        """All buckets, each once it is copied out; then the digests."""
-        weights, layout = transfer.weights, transfer.weights.layout
-        assert layout is not None
-        for index in range(layout.num_buckets):
-            failpoint("publish.bucket")
-            weights.filled.wait_for(layout.bucket(index).stop, SEAL_S)
-            if transfer.ended.is_set():
-                raise WeightError("ended")
-            _send(group, weights.buffer.bytes[layout.bucket(index)], f"bucket {index} of {layout.num_buckets}")
-        weights.sealed.wait_for(1, SEAL_S)
-        assert weights.digests is not None
-        _send(group, weights.digests, "digests")
-
-    def _make_canary(self, weights: _Version) -> None:
-        assert self._canary is not None and weights.layout is not None
-        weights.filled.wait_for(weights.layout.total_bytes, SEAL_S)
-        with weights.proving:  # several engines may need it at once
-            if weights.canary is None:
-                weights.canary = self._canary(weights.buffer.tensors())
 
     # ------------------------------------------------------------ threads and ends
     def _post(self, event: Callable[[float], list[Action]]) -> None:
@@ -534,10 +483,3 @@ class Publisher:
             for transport in self._transports.values():
                 transport.close()
             self._changed.notify_all()
-
-
-def _send(group: Group, data: torch.Tensor, what: str) -> None:
-    try:
-        group.send(data)
-    except (RuntimeError, WeightError) as e:
-        raise WeightError(f"{what}: {first_line(e)}") from None

@@ -1,8 +1,8 @@
 """A process that is a member of the learner's roster but only fills tensors: no vLLM.
 
-``python -m tests.filling_receiver NAME ADDRESS_FILE [MODEL]`` prints one JSON line per event:
+``python -m tests.filling_receiver NAME ADDRESS_FILE [MODEL [STAGING]]`` prints one JSON line per event:
 ``{"held": 3, "sum": 12.5, "pause_s": …}``. Its address comes from the file, as from a registry; MODEL is
-JSON of the shapes it takes, by name: default: any.
+JSON of the shapes it takes, by name: default: any. STAGING is ``host`` or ``none``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from common.errors import LeewayError
 from common.processes import die_with_parent
 from common.sockets import Mailbox, post
 from common.wire import encode
+from generators.arriving import Arriving
 from generators.member import Member, Swapped
-from generators.staging import Shapes, Staging
+from generators.receiving import Layout, Line, Shapes
+from generators.staging import Staging
 
 
 class Filling:
@@ -51,13 +53,43 @@ class Filling:
         return Swapped(0.0)
 
 
-async def main(name: str, address_file: str, model: str = "") -> None:
+class FillingDirectly(Filling):
+    """Without staging: what it has is a mixture once the first tensor has come."""
+
+    def __init__(self, folder: str, model: Shapes | None = None) -> None:
+        super().__init__(folder)
+        self._layout, self._line = Layout(model), Line()
+
+    async def stage(self, *, on_ready: Callable[[], None], manifest: bytes, **transfer: Any) -> int | None:
+        del transfer["number"], transfer["version"]
+        wanted = self._layout.accept(manifest)
+        on_ready()
+        digest = await asyncio.to_thread(self._load, Arriving(wanted, self._line, **transfer))
+        self._layout.keep(wanted)
+        return digest
+
+    def _load(self, arriving: Arriving) -> int:
+        try:
+            for name, tensor in arriving.tensors():
+                self.version = -1
+                self.tensors[name] = tensor
+            return arriving.check()
+        finally:
+            arriving.close()
+
+    async def swap(self, version: int, canary: Canary | None, timeout_s: float) -> Swapped:
+        self.version = version
+        return Swapped(0.0)
+
+
+async def main(name: str, address_file: str, model: str = "", staging: str = "host") -> None:
     def lookup() -> str | None:
         path = Path(address_file)
         return path.read_text() if path.exists() else None
 
     with tempfile.TemporaryDirectory(prefix="filling-") as folder:
-        engine = Filling(folder, {n: tuple(s) for n, s in json.loads(model).items()} if model else None)
+        kind = {"host": Filling, "none": FillingDirectly}[staging]
+        engine = kind(folder, {n: tuple(s) for n, s in json.loads(model).items()} if model else None)
 
         def held(version: int) -> None:
             total = sum(float(t.double().sum()) for t in engine.tensors.values())

@@ -192,8 +192,9 @@ def test_a_torn_transfer_changes_nothing(bench: Bench) -> None:
 
     async def tear() -> None:
         """Stage half a version: the learner's end closes after three buckets."""
+        from common.buffers import Buffer, copy_out
         from common.transfer import StoreTransport
-        from common.weights import Buffer, copy_out, encode_manifest
+        from common.weights import encode_manifest
 
         buffer = Buffer()
         manifest = copy_out(models.tiny_model(21).named_parameters(), buffer, bucket_bytes=WEIGHTS.bucket_bytes)

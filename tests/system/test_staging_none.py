@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from common.buffers import Buffer, copy_out, pack_digests, with_digests
 from common.config import Config
 from common.errors import OtherModelError, WeightError
 from common.transfer import StoreTransport
-from common.weights import Buffer, copy_out, encode_manifest, pack_digests, with_digests
+from common.weights import encode_manifest
 from tests import models
 from tests.system.test_engine import CONFIG, WEIGHTS, Bench, largest_difference
 from tests.system.test_publish import until

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+import common.buffers
 import common.memory
-import common.weights
+from common.buffers import Buffer, copy_out, pack_digests, with_digests
 from common.errors import WeightError
 from common.snapshot import SnapshotTransport
-from common.weights import Buffer, copy_out, encode_manifest, lay_out, pack_digests, with_digests
+from common.weights import encode_manifest, lay_out
 from generators.staging import Staging
 
 TIMEOUT_S = 5.0
@@ -110,7 +111,7 @@ def test_what_was_torn_no_worker_loads(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_with_both_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = lay_out([("w", "float32", (30_000_000,))], 1 << 20)
-    monkeypatch.setattr(common.weights, "free_bytes", lambda folder=None: 90_000_000)
+    monkeypatch.setattr(common.buffers, "free_bytes", lambda folder=None: 90_000_000)
     with pytest.raises(WeightError, match=r"needs 0\.12 GB of host memory, 0\.09 GB are free"):
         Buffer().prepare(manifest)
     with pytest.raises(WeightError, match=rf"needs 0\.12 GB in {tmp_path}, 0\.09 GB are free"):

@@ -10,22 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.buffers import Buffer, Watermark, check_digests, copy_out, copy_out_as, digest, pack_digests, with_digests
 from common.errors import LeewayError, WeightError
-from common.weights import (
-    ALIGNMENT,
-    Buffer,
-    Manifest,
-    Watermark,
-    check_digests,
-    copy_out,
-    copy_out_as,
-    decode_manifest,
-    digest,
-    encode_manifest,
-    lay_out,
-    pack_digests,
-    with_digests,
-)
+from common.weights import ALIGNMENT, Manifest, decode_manifest, encode_manifest, lay_out
 
 SHAPES = st.lists(
     st.tuples(st.sampled_from(["float32", "bfloat16", "int64", "bool"]), st.lists(st.integers(0, 9), max_size=3)),
