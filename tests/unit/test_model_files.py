@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,40 @@ def test_config_and_tokenizer_travel_and_nothing_else(folder: Path, tmp_path: Pa
     (target / "config.json").write_text("[]")
     assert find_difference(target, files) == "config.json is another"
     assert find_difference(pull_files(ask, target, digest_of(files)), files) is None  # damaged: pulled again
+
+
+def test_generators_of_a_host_that_pull_at_the_same_time_disturb_nobody(folder: Path, tmp_path: Path) -> None:
+    """The second one begins and ends while the first still pulls."""
+    files, target = list_files(folder), tmp_path / "run" / "x"
+    server, seen = FileServer(folder, files), []
+
+    def last_part(fields: dict[str, Any]) -> bool:
+        return bool(fields["name"] == "tokenizer.model" and fields["offset"] == PART_BYTES)
+
+    def answer(op: str, fields: dict[str, Any]) -> list[bytes]:
+        if op == "file" and last_part(fields) and not seen:
+            seen.append(pull_files(asking(server.answer), target, digest_of(files)))
+            seen.extend(p.stat().st_ino for p in (target, *sorted(target.iterdir())))
+        return server.answer(op, fields)
+
+    assert pull_files(asking(answer), target, digest_of(files)) == target
+    assert seen == [target, *(p.stat().st_ino for p in (target, *sorted(target.iterdir())))]  # the second one's files
+    (target / "config.json").write_text("[]")
+    pull_files(asking(server.answer), target, digest_of(files))
+    kept = [p.stat().st_ino for p in (target, target / "chat_template.jinja", target / "tokenizer.model")]
+    assert kept == [seen[1], seen[2], seen[4]] and find_difference(target, files) is None  # only what was damaged
+    assert [p.name for p in target.parent.iterdir()] == ["x"]
+
+
+def test_what_a_killed_pull_has_left_is_removed_after_an_hour(folder: Path, tmp_path: Path) -> None:
+    files, target = list_files(folder), tmp_path / "run" / "x"
+    old, fresh = target.with_name(".x.old"), target.with_name(".x.fresh")
+    for left in (old, fresh):
+        left.mkdir(parents=True)
+        (left / "config.json").write_text("{}")
+    os.utime(old, (0, 0))
+    pull_files(asking(FileServer(folder, files).answer), target, digest_of(files))
+    assert sorted(p.name for p in target.parent.iterdir()) == [".x.fresh", "x"]
 
 
 @pytest.mark.parametrize(
