@@ -15,7 +15,7 @@ from common.failpoints import failpoint
 from common.transfer import Group, first_line
 from common.weights import Manifest
 
-SEAL_S = 600.0  # longest time that a version takes to be copied out, and its digests
+SEAL_S = 600.0  # longest time in which no byte more is copied out, and that the digests take after the last
 
 
 @dataclass(eq=False)
