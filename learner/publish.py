@@ -50,7 +50,6 @@ class _Transfer:
     group: Group | None = None  # kept from the transfer before, or made for this one
     ended: threading.Event = field(default_factory=threading.Event)
     started: bool = False
-    went_well: bool = False
 
 
 class Publisher:
@@ -415,7 +414,11 @@ class Publisher:
         transfer = self._transfers.pop(number, None)
         if transfer is None:
             return
-        transfer.went_well = staged
+        if staged and KeptGroups.lasts(transfer.ticket):
+            # Here, not in the transfer's thread, which may be late: the next PREPARE comes after this.
+            group, transfer.group = transfer.group, None
+            if group is not None:
+                self._kept.keep(transfer.peer, transfer.ticket, group)
         transfer.ended.set()
         if not transfer.started:
             self._transports[transfer.ticket.transport].cancel(transfer.ticket)
@@ -442,10 +445,10 @@ class Publisher:
             reason = str(e)
             self._post(lambda now: self._roster.torn(action.number, reason, now))
         finally:
-            if transfer.group is not None and transfer.went_well:
-                self._kept.keep(transfer.peer, transfer.ticket, transfer.group)
-            elif transfer.group is not None:
-                transfer.group.close()
+            with self._lock:
+                group, transfer.group = transfer.group, None
+            if group is not None:
+                group.close()
             self._release(transfer.weights)
 
     # ------------------------------------------------------------ threads and ends

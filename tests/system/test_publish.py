@@ -22,7 +22,9 @@ import torch
 
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError
+from common.transfer import GlooGroup
 from learner.publish import Publisher
+from learner.version import Version
 
 TIMEOUT_S = 2.0
 CONFIG = Weights(bucket_bytes=1 << 16, timeout_s=TIMEOUT_S)
@@ -155,6 +157,32 @@ def test_two_engines_get_each_version_and_a_third_joins_later(bench: Bench) -> N
     for process in (os.getpid(), a.process.pid):  # control socket, rendezvous, groups
         listening = [s for s in psutil.Process(process).net_connections("inet") if s.status == psutil.CONN_LISTEN]
         assert {s.laddr.ip for s in listening} <= {"127.0.0.1"}
+
+
+def test_a_group_is_kept_before_the_next_transfer_however_late_its_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, late, send = [], threading.Event(), Version.send
+
+    def send_and_be_late(weights: Version, group: Any, ended: threading.Event) -> None:
+        send(weights, group, ended)
+        if isinstance(group, GlooGroup):
+            late.wait(30)
+
+    monkeypatch.setattr(Version, "send", send_and_be_late)
+    publisher = bench.publisher()
+    usual = publisher._transports["gloo"].announce
+    publisher._transports["gloo"].announce = lambda *args: made.append(args) or usual(*args)  # type: ignore
+    a = bench.receiver("a")
+    for version in range(3):
+        publisher.publish(version, weights_of(version))
+        assert a.wait_held(version) == [version]
+        publisher.wait_held(version, timeout_s=10)
+    late.set()
+    for version in range(3, 6):  # nor does the late thread touch the group that is in use
+        publisher.publish(version, weights_of(version))
+        assert a.wait_held(version) == [version]
+    assert len(made) == 1, bench.notes
 
 
 def test_everything_by_snapshots(bench: Bench) -> None:
