@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from common.canary import Canary
 from common.config import Config
-from common.errors import ConfigError, DisprovedError, EngineError, OtherModelError, RequestCancelled, WeightError
+from common.errors import DisprovedError, EngineError, OtherModelError, RequestCancelled, WeightError
 from common.logs import LOGGER
 from common.sockets import Mailbox
 from generators.member import Swapped
@@ -100,8 +100,8 @@ class Engine:
                 socket file in a private folder.
 
         Raises:
-            EngineError: vLLM does not start; its own message is in the text or above on stderr.
-            ConfigError: there is no room for a staged version (``weights.staging``).
+            EngineError: vLLM does not start; its own message is in the text or above on stderr. Or there is no room
+                for a staged version (``weights.staging``) now.
         """
         folder = Path(tempfile.mkdtemp(prefix="leeway-"))
         mailbox = Mailbox((mailbox_address or f"{folder}/events").removeprefix("ipc://"))
@@ -278,12 +278,12 @@ class Engine:
             return
         where = "host memory" if self._staging == "host" else "device memory of each worker"
         text = f"weights.staging={self._staging}: a version takes {_GB(size)} of {where}"
-        if free is not None and size > free:
-            raise ConfigError(
+        if size is not None and free is not None and size > free:
+            raise EngineError(  # no ConfigError, after which no generator is started again: others may free some
                 f"{text}, {_GB(free)} are free. Free some, or set weights.staging="
                 + ("none (pauses for the transfer)" if self._staging == "device" else "device or none")
             )
-        _log.info("%s (%s free)", text, "?" if free is None else _GB(free))
+        _log.info("%s (%s free)", text, _GB(free))
 
     async def stage(self, *, on_ready: Callable[[], None], manifest: bytes, **transfer: Any) -> int | None:
         """Begin to receive a version; ``on_ready`` is called once the workers wait for the learner.
@@ -440,8 +440,8 @@ def _accepted(answers: list[Any]) -> None:
             raise OtherModelError(text) if word == "other_model" else WeightError(text)
 
 
-def _GB(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+def _GB(size: int | None) -> str:
+    return "an unknown number of bytes" if size is None else f"{size / 1e9:.3g} GB"
 
 
 @functools.lru_cache(maxsize=64)

@@ -144,16 +144,16 @@ class WorkerExtension:
     _layout: Layout | None = None
 
     def plan_staging(self, *, staging: str, shared: str) -> list[Any]:
-        """``["planned", bytes of a version, free bytes where it would lie (None: not known)]``."""
+        """``["planned", bytes of a version, free bytes where it would lie]``; None: not known."""
         model = _shapes_of(self.model_config)
         if staging == "none":
             self._layout, self._line = Layout(model), Line()
         else:
             device = self.device if staging == "device" else None
             self._staging = Staging(worker=self.rank, shared=shared, device=device, model=model)
-        numel = sum(math.prod(shape) for shape in (model or {}).values())
+        numel = None if model is None else sum(math.prod(shape) for shape in model.values())
         free = free_on(self.device if staging == "device" else torch.device("cpu"))
-        return ["planned", numel * self.model_config.dtype.itemsize, free]
+        return ["planned", None if numel is None else numel * self.model_config.dtype.itemsize, free]
 
     def stage(self, *, mailbox: str, **transfer: Any) -> list[Any]:
         """Start to receive a version (``Staging.begin``); events go to ``mailbox``.

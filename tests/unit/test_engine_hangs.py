@@ -11,7 +11,8 @@ import pytest
 
 from common.canary import Canary
 from common.config import Config
-from common.errors import ConfigError, DisprovedError, EngineError, WeightError
+from common.errors import DisprovedError, EngineError, WeightError
+from common.logs import LOGGER
 from generators.engine import Engine
 
 CONFIG = Config.model_validate({"model": {"toy": True}, "weights": {"timeout_s": 0.05}})
@@ -118,17 +119,26 @@ def test_a_proof_that_comes_too_late_proves_nothing(tmp_path: Path) -> None:
         ("none", ""),
     ],
 )
-def test_a_version_that_will_not_fit_ends_the_engine_at_its_start(staging: str, says: str, tmp_path: Path) -> None:
+def test_a_version_that_will_not_fit_ends_the_engine_at_its_start(
+    staging: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = Config.model_validate({"model": {"toy": True}, "weights": {"staging": staging}})
 
-    async def plan(free: int) -> None:
+    async def plan(size: int | None, free: int | None) -> None:
         child = Child()
-        child.collective_rpc = child._call("rpc", [["planned", 3_100_000_000, free]])
+        child.collective_rpc = child._call("rpc", [["planned", size, free]])
         await make_engine(child, tmp_path, config)._plan_staging()
 
-    asyncio.run(plan(3_100_000_000))
+    asyncio.run(plan(3_100_000_000, 3_100_000_000))
     if says:
-        with pytest.raises(ConfigError, match=says):
-            asyncio.run(plan(2_000_000_000))
+        with pytest.raises(EngineError, match=says) as error:
+            asyncio.run(plan(3_100_000_000, 2_000_000_000))
+        assert error.value.exit_code == 1  # started again: the memory may be free then
     else:
-        asyncio.run(plan(2_000_000_000))
+        asyncio.run(plan(3_100_000_000, 2_000_000_000))
+    caplog.clear()
+    with caplog.at_level("INFO", logger=LOGGER):
+        asyncio.run(plan(None, 2_000_000_000))
+        asyncio.run(plan(3_100_000_000, None))
+    texts = [r.getMessage() for r in caplog.records]
+    assert "an unknown number of bytes" in texts[0] and "3.1 GB" in texts[1] and len(texts) == 2
