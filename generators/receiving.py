@@ -89,8 +89,8 @@ class Line:
 
 
 def receive_bucket(group: Group, bucket: torch.Tensor, index: int, manifest: Manifest) -> None:
-    failpoint("staging.bucket")
     try:
+        failpoint("staging.bucket")
         group.receive(bucket)
     except (RuntimeError, WeightError) as e:
         raise WeightError(f"bucket {index} of {manifest.num_buckets}: {first_line(e)}") from None
