@@ -81,7 +81,7 @@ class Engine:
         self._closed = False
         self._died = False
         self._running: dict[str, str] = {}  # request -> vLLM's id of it
-        self._cancelled: set[str] = set()  # those of them that `cancel` was called for
+        self._cancels: dict[str, asyncio.Event] = {}  # request -> set once `cancel` was called for it
         self._trusted = asyncio.Event()  # cleared while a load is to be proven: no sample leaves
         self._trusted.set()
         self._num_disproofs = 0
@@ -182,28 +182,40 @@ class Engine:
             RequestCancelled: ``cancel`` was called for it.
             EngineError: the engine died, refused the prompt, or has no weights of a known version.
         """
-        while True:
-            self._running[request_id] = request_id
-            try:
+        self._cancels[request_id] = cancelled = asyncio.Event()
+        try:
+            while True:
+                self._running[request_id] = request_id
                 if self.version < 0:  # what it has was disproved, is being loaded, or is about to be proven
-                    await self._trusted.wait()
-                    if request_id in self._cancelled:
-                        raise RequestCancelled(f"request {request_id} was cancelled")
+                    await self._wait_trusted(cancelled)
                 disproofs = self._num_disproofs
                 self._running[request_id] = vllm_id = f"{request_id}~{disproofs}"
-                completion = await self._sample(prompt_ids, temperature, top_p, top_k, max_tokens, vllm_id, on_progress)
-                await self._trusted.wait()
-            except RequestCancelled:
-                if request_id in self._cancelled or disproofs == self._num_disproofs:
-                    raise
-                await self._trusted.wait()
+                try:
+                    completion = await self._sample(
+                        prompt_ids, temperature, top_p, top_k, max_tokens, vllm_id, on_progress
+                    )
+                except RequestCancelled:
+                    if cancelled.is_set() or disproofs == self._num_disproofs:
+                        raise
+                await self._wait_trusted(cancelled)
+                if self._closed:
+                    raise EngineError("the engine was closed")
+                if disproofs == self._num_disproofs:
+                    return completion
+        finally:
+            del self._running[request_id], self._cancels[request_id]
+
+    async def _wait_trusted(self, cancelled: asyncio.Event) -> None:
+        """Until what the engine has counts. Raises RequestCancelled when the request is ``cancelled``."""
+        if not self._trusted.is_set():
+            waits = [asyncio.ensure_future(e.wait()) for e in (self._trusted, cancelled)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                self._running.pop(request_id, None)
-                self._cancelled.discard(request_id)
-            if self._closed:
-                raise EngineError("the engine was closed")
-            if disproofs == self._num_disproofs:
-                return completion
+                for wait in waits:
+                    wait.cancel()
+        if cancelled.is_set():
+            raise RequestCancelled("the request was cancelled")
 
     async def _sample(
         self,
@@ -247,7 +259,7 @@ class Engine:
     async def cancel(self, request_id: str) -> None:
         """End a request early; nothing happens if it is unknown."""
         if request_id in self._running:
-            self._cancelled.add(request_id)
+            self._cancels[request_id].set()
             await self._llm.abort(self._running[request_id])
 
     # ------------------------------------------------------------ weights

@@ -11,7 +11,7 @@ import pytest
 
 from common.canary import Canary
 from common.config import Config
-from common.errors import DisprovedError, EngineError, WeightError
+from common.errors import DisprovedError, EngineError, RequestCancelled, WeightError
 from common.logs import LOGGER
 from generators.engine import Engine
 
@@ -109,6 +109,41 @@ def test_a_proof_that_comes_too_late_proves_nothing(tmp_path: Path) -> None:
         assert engine.version == -1 and not engine.dead and not engine._trusted.is_set()
 
     asyncio.run(swap())
+
+
+@pytest.mark.parametrize("where", ["before it is sampled", "while it is proven", "after it was disproved"])
+def test_a_request_that_waits_for_a_trusted_load_can_be_cancelled(where: str, tmp_path: Path) -> None:
+    async def cancel() -> None:
+        engine = make_engine(Child(), tmp_path)
+        sampled = asyncio.Event()
+
+        async def sample(*args: Any) -> Any:
+            assert not sampled.is_set(), "it was sampled again"
+            sampled.set()
+            engine._trusted.clear()
+            if where == "after it was disproved":
+                await engine._distrust()
+                raise RequestCancelled("vLLM has aborted it")
+
+        engine._sample = sample  # type: ignore[method-assign]
+        if where == "before it is sampled":
+            engine._trusted.clear()
+            sampled.set()
+        else:
+            engine.version = 1
+        request = asyncio.create_task(
+            engine.generate([3], temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4, request_id="r")
+        )
+        await asyncio.sleep(0)
+        await asyncio.wait_for(sampled.wait(), 5)
+        assert list(engine._running) == ["r"]
+        await engine.cancel("r")
+        with pytest.raises(RequestCancelled):
+            await asyncio.wait_for(request, 5)
+        assert not engine._running and not engine._trusted.is_set()
+        await engine.cancel("r")  # unknown now
+
+    asyncio.run(cancel())
 
 
 @pytest.mark.parametrize(
