@@ -9,7 +9,7 @@ launch.py drain [RUN_DIR] [--generator NAME]          finish the work under way 
 launch.py samples RUN_DIR --where "reward > 0.9"      ask what became of a run's samples
 launch.py export RUN_DIR OUT.parquet                  write them to a file
 launch.py replay RUN_DIR|FILE [CONFIG.yaml] [a.b=c …] train on recorded rollouts, without generators
-launch.py rollback RUN_DIR STEP                       a stopped run goes back to a checkpoint
+launch.py rollback RUN_DIR STEP                       a run goes back to a checkpoint
 launch.py config [CONFIG.yaml …] [a.b=c …]            check or print a config
 """
 
@@ -46,7 +46,7 @@ _SENTENCES = {
     "drain": "hand out no more work, train what is under way, and end; or let one generator finish and end",
     "stop": "end a run; the learner saves first",
     "replay": "train on recorded rollouts, without broker and generators",
-    "rollback": "have a run that is stopped go back to one of its checkpoints",
+    "rollback": "have a run go back to one of its checkpoints, and go on from there",
     "config": "check a config, or print it whole",
     "export": "write a run's samples to a parquet file, with tokens, text, rewards, versions and fate",
     "samples": "show a run's samples and what became of them, by an SQL condition",

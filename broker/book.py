@@ -27,6 +27,7 @@ from broker.records import (
 )
 from common.config import MAX_ATTEMPTS
 
+ROLLED_BACK = "rolled_back"  # outstanding when the run went back to a checkpoint
 NO_SIGNAL = "no_signal"  # all rewards of a group are equal: nothing was wrong with it
 Cancel = tuple[str, Key, str]  # (generator, group attempt, reason)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
 from broker import parse
-from broker.records import Claim
+from broker.book import ROLLED_BACK
+from broker.records import Claim, Drops
 from broker.service import Parked, Service
 from broker.status import stats, status, why_not_ready
-from common.errors import FencedError, LedgerError, NoSignalError, WireError
+from common.errors import FencedError, LedgerError, NoSignalError, RolledBackError, WireError
 from common.failpoints import failpoint
 from common.wire import pack
 
-OPS = ("attach", "claim", "fetch", "ack_step", "return", "checkpoint", "row", "validate", "validations", "status")
+OPS = ("attach", "claim", "fetch", "ack_step", "return", "checkpoint", "row", "validate", "validations", "status",
+       "rollback")  # fmt: skip
 SAMPLES_PER_FRAME = 4096  # sample headers in one frame of a claim
 KEYS_PER_FETCH = 4000
 TELL_S = 1.0
@@ -37,11 +40,12 @@ class LearnerDesk:
             "validate": self._validate,
             "validations": self._validations,
             "status": self._status,
+            "rollback": self._rollback,
         }
 
     def handle(self, peer: bytes, op: str, fields: Fields) -> None:
         """Raises WireError for what the schema leaves open and is wrong."""
-        if op != "status":
+        if op not in ("status", "rollback"):  # which are not the learner's
             self._s.learner_heard_at = self._s.clock()
         try:
             self._handlers[op](peer, **fields)
@@ -75,8 +79,7 @@ class LearnerDesk:
     # ------------------------------------------------------------ requests
     def _attach(self, peer: bytes, *, id: int, run: str, name: str, incarnation: str) -> None:
         s = self._s
-        if run != s.config.run.id:
-            raise LedgerError(f"this is the broker of run {s.config.run.id}, not of {run[:100]}")
+        self._refuse_other_run(run)
         before = s.ledger.counters.epoch
         epoch = s.ledger.attach(name, incarnation)
         if epoch != before:
@@ -87,6 +90,10 @@ class LearnerDesk:
             peer, "attached", id=id, epoch=epoch, version=c.version, step=c.step, floor=c.floor,
             checkpoint=s.ledger.checkpoint, abandoned=[list(run) for run in s.ledger.abandoned],
         )  # fmt: skip
+
+    def _refuse_other_run(self, run: str) -> None:
+        if run != self._s.config.run.id:
+            raise LedgerError(f"this is the broker of run {self._s.config.run.id}, not of {run[:100]}")
 
     def _claim(self, peer: bytes, *, id: int, epoch: int, step: int, version: int, num_groups: int) -> None:
         if num_groups < 1:
@@ -175,6 +182,22 @@ class LearnerDesk:
     def _status(self, peer: bytes, *, id: int) -> None:
         self._s.send(peer, "status_is", id=id, status=status(self._s))
 
+    def _rollback(self, peer: bytes, *, id: int, run: str, step: int, who: str) -> None:
+        s = self._s
+        self._refuse_other_run(run)
+        before = s.ledger.drops.get(ROLLED_BACK, Drops()).count
+        version = s.ledger.roll_back(step, who=who[:100], at=time.time())
+        s.commit()
+        s.log.warning("%s rolled the run back to the checkpoint of step %d: version %d", who[:100], step, version)
+        if (parked := s.parked) is not None:
+            s.parked = None
+            try:
+                s.ledger.fence(parked.epoch)
+            except FencedError as e:
+                self._error(parked.peer, parked.id, e)
+        dropped = s.ledger.drops.get(ROLLED_BACK, Drops()).count - before
+        s.send(peer, "rolled_back", id=id, step=s.ledger.counters.step, version=version, dropped=dropped)
+
     # ------------------------------------------------------------ claims
     def _sound_claim(self, parked: Parked) -> Claim | str | None:
         """A claim whose payloads are as they were stored; groups that are damaged are dropped by name."""
@@ -202,7 +225,9 @@ class LearnerDesk:
         )  # fmt: skip
 
     def _error(self, peer: bytes, id: int, error: Exception) -> None:
-        kinds: dict[type[Exception], str] = {FencedError: "fenced", NoSignalError: "no_signal"}
+        kinds: dict[type[Exception], str] = {
+            FencedError: "fenced", RolledBackError: "rolled_back", NoSignalError: "no_signal"
+        }  # fmt: skip
         kind = kinds.get(type(error), "ledger")
         self._s.refused[f"learner_{kind}"] += 1
         self._s.log.warning("refused: %s", error)

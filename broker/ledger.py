@@ -20,11 +20,12 @@ from bisect import insort
 from dataclasses import replace
 from typing import Any, Literal
 
-from broker.book import NO_SIGNAL, Book
+from broker.book import NO_SIGNAL, ROLLED_BACK, Book
 from broker.records import Attempt, Claim, Header, Key, Rules, Snapshot, Step, Validation
 from common import staleness
-from common.errors import FencedError, LedgerError, NoSignalError
+from common.errors import FencedError, LedgerError, NoSignalError, RolledBackError
 
+ROLLBACK = "rollback"  # in the place of a learner's name: the epoch that nobody holds
 Verdict = Literal["stored", "duplicate", "late"]
 
 
@@ -142,12 +143,13 @@ class Ledger(Book):
         self.untrained_bytes += num_bytes
         self._owed[generator] -= 1
         attempt.renewed_at = now
-        if not attempt.missing:
+        complete = not attempt.missing
+        if complete:
             attempt.num_tokens = max(attempt.num_tokens, sum(h["num_tokens"] for h in attempt.samples.values()))
         if header["fault"] is not None and self._is_lost(attempt):
             self._at_fault(attempt, str(header["fault"]))
             self._drop(attempt, str(header["fault"]), retry=True)
-        elif not attempt.missing:
+        elif complete:
             self._complete(attempt)
         return "stored"
 
@@ -211,7 +213,12 @@ class Ledger(Book):
         return self.counters.epoch
 
     def fence(self, epoch: int) -> None:
-        """Raises FencedError unless ``epoch`` is the current one."""
+        """Raises FencedError unless ``epoch`` is the current one; RolledBackError if a rollback has just ended it."""
+        if self.attached is not None and self.attached[0] == ROLLBACK and epoch == self.counters.epoch - 1:
+            raise RolledBackError(
+                f"{self.attached[1]} rolled the run back: the weights of this learner are given up; started again, it "
+                f"goes on from the checkpoint of step {self.checkpoint}"
+            )
         if epoch != self.counters.epoch or epoch == 0:
             raise FencedError(
                 f"epoch {epoch} is over: the learner of epoch {self.counters.epoch} "
@@ -368,9 +375,11 @@ class Ledger(Book):
             there = ", ".join(map(str, self.checkpoints)) or "none"
             raise LedgerError(f"rollback to step {to} refused: its checkpoint is not valid; valid are: {there}")
         c = self.counters
-        c.step, c.version, c.epoch = c.step + 1, c.version + 1, c.epoch + 1
-        c.floor, c.epoch_start, self.attached = c.version, c.step, ("rollback", who)
-        self._changes.epochs.append((c.epoch, *self.attached))
+        c.step, c.version = c.step + 1, c.version + 1
+        c.floor, c.epoch_start = c.version, c.step
+        if self.attached is None or self.attached[0] != ROLLBACK:  # the second in a row finds nobody to end
+            c.epoch, self.attached = c.epoch + 1, (ROLLBACK, who)
+            self._changes.epochs.append((c.epoch, *self.attached))
         self._changes.steps.append(
             Step(
                 step=c.step, epoch=c.epoch, version=c.version - 1, limit=0, applied=False, reason="rollback",
@@ -387,9 +396,9 @@ class Ledger(Book):
         self._pending["eval"].clear()
         for attempt in list(self.live.values()):
             if attempt.lane == "eval":
-                self._drop(attempt, "rolled_back", retry=False)
+                self._drop(attempt, ROLLED_BACK, retry=False)
             elif attempt.state != "pending" or attempt.samples:
-                self._drop(attempt, "rolled_back", retry=True, counted=False)
+                self._drop(attempt, ROLLED_BACK, retry=True, counted=False)
         return c.version
 
     def set_limit(self, limit: int) -> None:

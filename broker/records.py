@@ -59,7 +59,7 @@ class Attempt:
     num_tokens_before: int = 0  # of samples that are no part of this lease's work
     leased_at: float = 0.0
     renewed_at: float = 0.0
-    _found: tuple[int, ...] = field(default=(-1,), repr=False, compare=False)  # see `_versions`
+    _found: tuple[int, int, int] = field(default=(-1, NEVER, NEVER), repr=False, compare=False)  # see `_versions`
 
     @property
     def key(self) -> Key:
@@ -87,12 +87,13 @@ class Attempt:
 
     def _versions(self) -> tuple[int, int]:
         """(oldest, newest) of the tokens that are there; asked for often, so found once for each number of samples."""
-        num, *found = self._found
-        if num != len(self.samples):
-            sound = [h for h in self.samples.values() if h["fault"] is None]
-            found = [min((h["oldest"] for h in sound), default=NEVER), max((h["newest"] for h in sound), default=NEVER)]
-            self._found = (len(self.samples), *found)
-        return found[0], found[1]
+        if self._found[0] != len(self.samples):
+            oldest, newest = NEVER, -1
+            for h in self.samples.values():
+                if h["fault"] is None:
+                    oldest, newest = min(oldest, h["oldest"]), max(newest, h["newest"])
+            self._found = (len(self.samples), oldest, newest if newest >= 0 else NEVER)
+        return self._found[1], self._found[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""``python -m broker.rollback RUN_DIR [STEP]``: a run that is stopped goes back to one of its checkpoints.
+"""``python -m broker.rollback RUN_DIR [STEP]``: a run goes back to one of its checkpoints.
 
-One transaction of the ledger decides it; the learner that continues the run finds it there. The lock of
-the ledger keeps a broker at work out of this.
+One transaction of the ledger decides it; the learner that goes on finds it there. Of a run that is stopped it
+is made here; a broker that is at work makes it itself, and its learner ends, to come back from the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ import argparse
 import getpass
 import hashlib
 import json
+import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import yaml
 
+from broker.book import ROLLED_BACK
 from broker.database import HeldError
 from broker.ledger import Ledger
 from broker.records import NEVER, Rules
 from broker.store import Store
-from common.archive import LEDGER
+from common.archive import LEDGER, Archive
 from common.config import Config
-from common.errors import ConfigError, LedgerError, LeewayError
+from common.errors import ConfigError, DeadlineError, LedgerError, LeewayError
 from common.preflight import CONFIG_FILE, occupy
+from common.sockets import Dealer
+from common.wire import LEARNER_OPS, decode, encode
 
+BROKER_S = 15.0
 MANIFEST = "manifest.json"  # of a checkpoint: size and SHA-256 of each file; written last
 
 
@@ -48,27 +52,61 @@ def parser() -> argparse.ArgumentParser:
 
 
 def roll_back(folder: Path, to: int | None) -> int:
-    """Decide it in the ledger of ``folder``.
+    """Have it decided: in the ledger of ``folder``, or by the broker that has it.
 
     Raises:
         ConfigError: no run there, no step given, or one without a checkpoint that is whole.
-        LedgerError: the run is going on; its ledger is damaged.
+        LedgerError: the ledger is damaged, or refuses. DeadlineError: the run goes on, but not its broker.
     """
     if not (folder / LEDGER).is_file() or not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder}: no run here ({LEDGER} or {CONFIG_FILE} is missing)")
-    config = read_config(folder / CONFIG_FILE)
-    with occupied(folder), closing(open_store(folder, config)) as store:
-        ledger = open_ledger(config, store)
-        to = checked_step(folder, ledger, to)
-        last = ledger.counters.step
-        version = ledger.roll_back(to, who=f"{getpass.getuser()}@{socket.gethostname()}", at=time.time())
-        changes = ledger.take_changes()
-        store.commit(changes)
-    given_up = f"steps {to + 1} to {last} are given up" if to < last else "no step is given up"
-    dropped = sum(a.reason == "rolled_back" for a in changes.attempts) if changes else 0
+    config, who = read_config(folder / CONFIG_FILE), f"{getpass.getuser()}@{socket.gethostname()}"
+    to = checked_step(folder, to)
+    try:
+        with occupy(folder), closing(open_store(folder, config)) as store:
+            step, version, dropped = decide(config, store, to, who)
+        then = "started again, it"
+    except (ConfigError, HeldError):  # a launcher is in the folder, or a broker has the ledger
+        step, version, dropped = ask_broker(folder, config, to, who)
+        then = "its learner comes back from there; it"
+    given_up = f"steps {to + 1} to {step - 1} are given up" if to < step - 1 else "no step is given up"
     print(f"{folder}: rolled back to the checkpoint of step {to}; {given_up}; {dropped} groups dropped (rolled_back)")
-    print(f"started again, it goes on with step {last + 2} at version {version}")
+    print(f"{then} goes on with step {step + 1} at version {version}")
     return 0
+
+
+def decide(config: Config, store: Store, to: int, who: str) -> tuple[int, int, int]:
+    """(number of the rollback's row, version from which the run goes on, groups dropped)"""
+    ledger = open_ledger(config, store)
+    version = ledger.roll_back(to, who=who, at=time.time())
+    changes = ledger.take_changes()
+    store.commit(changes)
+    dropped = sum(a.reason == ROLLED_BACK and a.lane == "train" for a in changes.attempts) if changes else 0
+    return ledger.counters.step, version, dropped
+
+
+def ask_broker(folder: Path, config: Config, to: int, who: str) -> tuple[int, int, int]:
+    """`decide`, by the broker of a run that goes on.
+
+    Raises:
+        DeadlineError: it does not answer. LedgerError: it refuses.
+    """
+    with closing(Archive(folder)) as archive:
+        port = archive.broker_port()
+    if not port:
+        raise LedgerError(f"{folder}: the run has only begun; try again")
+    address = f"tcp://{config.run.bind_host}:{port}"
+    with closing(Dealer(address, f"rollback-{os.getpid()}-{time.time_ns()}".encode())) as dealer:
+        dealer.send(encode("rollback", id=1, run=str(config.run.id), step=to, who=who))
+        frames = dealer.receive(BROKER_S)
+    if frames is None:
+        raise DeadlineError(
+            f"the broker at {address}", BROKER_S, f"it may be starting again: try again, or stop the run ({folder})"
+        )
+    op, fields, _ = decode(frames, LEARNER_OPS)
+    if op != "rolled_back":
+        raise LedgerError(f"the broker at {address} refuses: {fields.get('detail', op)}")
+    return fields["step"], fields["version"], fields["dropped"]
 
 
 def read_config(path: Path) -> Config:
@@ -78,22 +116,8 @@ def read_config(path: Path) -> Config:
         raise ConfigError(f"{path}: cannot be read ({str(e).splitlines()[0]})") from e
 
 
-@contextmanager
-def occupied(folder: Path) -> Iterator[None]:
-    """No launcher runs in the folder meanwhile; its roles, wherever they were started, need the ledger's lock."""
-    try:
-        lock = occupy(folder)
-    except ConfigError as e:
-        raise LedgerError(f"{folder}: the run is going on; stop it first: launch.py stop {folder}") from e
-    with lock:
-        yield
-
-
 def open_store(folder: Path, config: Config) -> Store:
-    try:
-        return Store(folder / LEDGER, identity={}, fsync=True, keep_bytes=config.ledger.keep_bytes)
-    except HeldError as e:
-        raise LedgerError(f"{folder}: the run is going on ({e}); stop it first: launch.py stop {folder}") from e
+    return Store(folder / LEDGER, identity={}, fsync=True, keep_bytes=config.ledger.keep_bytes)
 
 
 def open_ledger(config: Config, store: Store) -> Ledger:
@@ -106,13 +130,15 @@ def open_ledger(config: Config, store: Store) -> Ledger:
     return Ledger(rules, limit=NEVER, snapshot=store.snapshot())
 
 
-def checked_step(folder: Path, ledger: Ledger, to: int | None) -> int:
+def checked_step(folder: Path, to: int | None) -> int:
     """Raises ConfigError, with the steps that can be gone back to."""
-    whole = [step for step in ledger.checkpoints if (checkpoint(folder, step) / MANIFEST).is_file()]
+    with closing(Archive(folder)) as archive:
+        valid, abandoned = archive.checkpoints(), archive.abandoned_steps()
+    whole = [step for step in valid if (checkpoint(folder, step) / MANIFEST).is_file()]
     choices = f"checkpoints to go back to: {', '.join(map(str, whole)) or 'none'}"
     if to is None:
         raise ConfigError(f"{folder}: say to which step; {choices}")
-    if any(first <= to <= last for first, last in ledger.abandoned):
+    if to in abandoned:
         raise ConfigError(f"{folder}: step {to} was given up by an earlier rollback; {choices}")
     if to not in whole:
         raise ConfigError(f"{folder}: step {to} has no valid checkpoint; {choices}")

@@ -6,6 +6,7 @@ for a message, at most until the next lease may expire. Unblocked by messages an
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -35,6 +36,7 @@ LEDGER = "ledger.sqlite"
 MESSAGES_PER_TURN = 512
 TURN_S = 0.02  # while samples come in, one transaction in so much time, not one for each
 TICK_S = 0.25  # how soon a stop, another limit or another registry entry is seen
+GC_ALLOCATIONS = 20_000  # between two searches for cycles: messages make none, and are many
 MAX_LOST_BATCHES = 32  # the run ends after so many batches' attempts of which not one could be sampled and scored
 OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
 
@@ -56,6 +58,7 @@ class Server:
         Raises:
             LedgerError: the ledger cannot be written.
         """
+        gc.set_threshold(GC_ALLOCATIONS)
         turned_at = 0.0
         while not stop.is_set():
             message, num, urgent = self._router.receive(self._patience()), 0, False

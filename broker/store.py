@@ -31,6 +31,7 @@ from broker.records import (
     Step,
     Validation,
 )
+from common.archive import VALID_CHECKPOINTS
 from common.config import MAX_ATTEMPTS, MAX_GROUP_SAMPLES
 from common.errors import LedgerError
 from common.failpoints import failpoint
@@ -39,8 +40,9 @@ MAX_INDEX, MAX_ATTEMPT = MAX_GROUP_SAMPLES - 1, MAX_ATTEMPTS - 1
 _INDEX_BITS, _ATTEMPT_BITS = MAX_INDEX.bit_length(), MAX_ATTEMPT.bit_length()
 _COUNTERS = [f.name for f in fields(Counters)]
 _HEADER = ("crc", "num_tokens", "num_live_tokens", "reward", "truncated", "oldest", "newest", "fault")
-_HEADER_VALUES = itemgetter(*_HEADER)
+_HEADER_VALUES, _KEY_VALUES = itemgetter(*_HEADER), itemgetter("group", "attempt", "index")
 _SAMPLE_COLUMNS = ", ".join(("grp", "attempt", "idx", *_HEADER, "generator", "spans"))
+_PUT_SAMPLE = f"INSERT INTO samples ({_SAMPLE_COLUMNS}) VALUES ({','.join('?' * 13)})"
 _ATTEMPT_COLUMNS = (
     "grp, attempt, lane, prompt, size, state, reason, generator, incarnation, held, num_tokens, step, num_leases"
 )
@@ -51,7 +53,6 @@ _PUT_ATTEMPT = (
     f"INSERT INTO attempts ({_ATTEMPT_COLUMNS}) VALUES ({','.join('?' * 13)}) ON CONFLICT DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _MUTABLE)
 )
-_VALID = "SELECT DISTINCT step FROM checkpoints WHERE step NOT IN (SELECT step FROM steps WHERE abandoned)"
 _NUM_BYTES = "SELECT COALESCE(SUM(LENGTH(data)), 0) FROM payloads WHERE id BETWEEN ? AND ?"
 
 
@@ -119,14 +120,17 @@ class Store:
     def _write(self, changes: Changes) -> None:
         db = self._db
         db.executemany(_PUT_ATTEMPT, map(_row, changes.attempts))
-        ended = [_payload_range(a.key) for a in changes.attempts if a.samples and a.state in ("dropped", "scored")]
-        db.executemany("DELETE FROM payloads WHERE id BETWEEN ? AND ?", ended)
+        if ended := [_payload_range(a.key) for a in changes.attempts if a.state in ("dropped", "scored") and a.samples]:
+            db.executemany("DELETE FROM payloads WHERE id BETWEEN ? AND ?", ended)
         for step in changes.steps:
             self._write_step(step)
-        db.executemany("INSERT INTO epochs VALUES (?, ?, ?)", changes.epochs)
-        db.executemany("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", changes.checkpoints)
-        validations = [tuple(asdict(v).values()) for v in changes.validations]
-        db.executemany("INSERT OR REPLACE INTO validations VALUES (?, ?, ?, ?, ?, ?)", validations)
+        if changes.epochs:
+            db.executemany("INSERT INTO epochs VALUES (?, ?, ?)", changes.epochs)
+        if changes.checkpoints:
+            db.executemany("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", changes.checkpoints)
+        if changes.validations:
+            validations = [tuple(asdict(v).values()) for v in changes.validations]
+            db.executemany("INSERT OR REPLACE INTO validations VALUES (?, ?, ?, ?, ?, ?)", validations)
         self._write_claims(changes.claims)
         self._write_counters(changes.counters)
         if changes.checkpoints:
@@ -136,12 +140,11 @@ class Store:
         rows, payloads = [], []
         for s in samples:
             h = s.header
-            key = (h["group"], h["attempt"], h["index"])
-            spans = f"[{','.join(f'[{v},{start},{end}]' for v, start, end in s.spans)}]"
-            rows.append((*key, *_HEADER_VALUES(h), s.generator, spans))
-            payloads.append((_payload_id(*key), s.payload))
-        self._db.executemany(f"INSERT INTO samples ({_SAMPLE_COLUMNS}) VALUES ({','.join('?' * 13)})", rows)
-        self._db.executemany("INSERT INTO payloads VALUES (?, ?)", payloads)
+            rows.append((*_KEY_VALUES(h), *_HEADER_VALUES(h), s.generator, _spans(s.spans)))
+            payloads.append((_payload_id(*_KEY_VALUES(h)), s.payload))
+        if rows:
+            self._db.executemany(_PUT_SAMPLE, rows)
+            self._db.executemany("INSERT INTO payloads VALUES (?, ?)", payloads)
 
     def _write_step(self, s: Step) -> None:
         self._db.execute(
@@ -214,7 +217,7 @@ class Store:
                 counts=self._read_counts(),
                 drops=self._read_drops(),
                 attached=attached,
-                checkpoints=[step for (step,) in self._db.execute(f"{_VALID} ORDER BY step")],
+                checkpoints=[step for (step,) in self._db.execute(f"{VALID_CHECKPOINTS} ORDER BY step")],
                 abandoned=self._read_abandoned(),
             )
 
@@ -310,7 +313,7 @@ class Store:
             raise sqlite3.DatabaseError(f"the steps make version {version}, the last is {last}, but counted {counters}")
 
     def _sum_redo_bytes(self) -> int:
-        needed = f"step > (SELECT COALESCE(MAX(step), -1) FROM ({_VALID})) AND NOT abandoned"
+        needed = f"step > (SELECT COALESCE(MAX(step), -1) FROM ({VALID_CHECKPOINTS})) AND NOT abandoned"
         return int(self._one(f"SELECT COALESCE(SUM(payload_bytes), 0) FROM steps WHERE {needed}", ())[0])
 
     def _read_abandoned(self) -> list[tuple[int, int]]:
@@ -330,6 +333,14 @@ class Store:
 def _row(a: Attempt) -> tuple[Any, ...]:
     return (a.group, a.attempt, a.lane, a.prompt, a.size, a.state, a.reason, a.generator, a.incarnation, a.held,
             a.num_tokens, a.step, a.num_leases)  # fmt: skip
+
+
+def _spans(spans: Sequence[tuple[int, int, int]]) -> str:
+    """As JSON."""
+    if len(spans) == 1:
+        version, start, end = spans[0]
+        return f"[[{version},{start},{end}]]"
+    return f"[{','.join(f'[{version},{start},{end}]' for version, start, end in spans)}]"
 
 
 def _header(key: Key, index: int, values: Sequence[Any]) -> Header:

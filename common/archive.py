@@ -34,6 +34,9 @@ FROM samples s
 JOIN attempts a ON a.grp = s.grp AND a.attempt = s.attempt
 LEFT JOIN steps t ON t.step = a.step AND a.state = 'trained'
 """
+VALID_CHECKPOINTS = (
+    "SELECT DISTINCT step FROM checkpoints WHERE step NOT IN (SELECT step FROM steps WHERE abandoned)"
+)
 _HEADER = "grp, attempt, idx, crc, num_tokens, num_live_tokens, reward, truncated, oldest, newest, fault"
 _HEADER_FIELDS = ("group", "attempt", "index", *_HEADER.split(", ")[3:])
 
@@ -153,6 +156,23 @@ class Archive:
         with self._readable():
             rows = self._db.execute("SELECT step, version, applied, payloads_kept FROM steps ORDER BY step")
             return [(step, version, bool(applied), bool(kept)) for step, version, applied, kept in rows]
+
+    def checkpoints(self) -> list[int]:
+        """Steps of the valid ones that can be gone back to, ascending."""
+        with self._readable():
+            rows = self._db.execute(f"{VALID_CHECKPOINTS} ORDER BY step")
+            return [step for (step,) in rows]
+
+    def abandoned_steps(self) -> set[int]:
+        """Steps that rollbacks gave up."""
+        with self._readable():
+            return {step for (step,) in self._db.execute("SELECT step FROM steps WHERE abandoned")}
+
+    def broker_port(self) -> int:
+        """Where the broker listened last."""
+        with self._readable():
+            row = self._db.execute("SELECT value FROM meta WHERE name = 'port'").fetchone()
+        return 0 if row is None else int(json.loads(row[0]))
 
     def _ask(self, sql: str, what: str, parameters: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         try:

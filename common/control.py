@@ -40,7 +40,6 @@ from common.redis_server import start_server as start_server
 
 REFRESH_S = 1.0
 TTL_S = 10
-CALL_S = 10.0
 EVENTS_KEPT = 10_000
 _T = TypeVar("_T")
 Desired = Literal["running", "paused", "draining", "stopped"]
@@ -80,8 +79,13 @@ class Control:
     timeout on every call. Unblocked by: the refresh thread, which notifies all waits.
     """
 
-    def __init__(self, url: str, run_id: str, *, deadline_s: float = 10.0, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self, url: str, run_id: str, *, deadline_s: float = 10.0, patience_s: float = 0.0,
+        stop: threading.Event | None = None,
+    ) -> None:  # fmt: skip
         """Connects.
+
+        patience_s: a request that Redis does not answer is made again for so long.
 
         Raises:
             ControlError: naming the address, if Redis cannot be reached within ``deadline_s``.
@@ -89,6 +93,7 @@ class Control:
         self.url, self.run_id = url, run_id
         self.address = _without_password(url)
         self.connected = False
+        self._patience_s = patience_s
         self._prefix = f"leeway:{run_id}:"
         self._log = logging.getLogger(LOGGER)
         self._view = _View()
@@ -297,8 +302,8 @@ class Control:
         return self._prefix + name
 
     def _call(self, request: Callable[[redis.Redis], Any]) -> Any:
-        """The answer to a request that may be made twice; made again while Redis is slow or away, for `CALL_S`."""
-        end = time.monotonic() + CALL_S
+        """The answer to a request that may be made twice."""
+        end = time.monotonic() + self._patience_s
         while True:
             try:
                 return request(self._redis)

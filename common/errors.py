@@ -13,6 +13,7 @@ LeewayError
 │   └── RequestCancelled  a request was ended early, on demand
 ├── TrainingError    the training has gone wrong for good (exit code 2)
 ├── FencedError      this process lost its epoch to a newer one (exit code 2: it must not take it back)
+│   └── RolledBackError  the weights it holds were given up; started again, it goes on from a checkpoint (exit code 1)
 ├── CheckpointError  a checkpoint that is missing, damaged or foreign
 ├── ReplayError      recorded rollouts that cannot be trained, or not to the recorded weights (exit code 2)
 ├── DeadlineError    a named wait that reached its limit
@@ -86,6 +87,10 @@ class TrainingError(LeewayError):
 
 class FencedError(LeewayError):
     exit_code = 2  # a restart would take the run back from the newer one
+
+
+class RolledBackError(FencedError):
+    exit_code = 1
 
 
 class CheckpointError(LeewayError):

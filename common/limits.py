@@ -73,9 +73,12 @@ def size_key(fleet: str) -> str:
     return f"generators.count@{fleet}"
 
 
-def size_of_fleet(limit: Lookup, fleet: str, default: int) -> int:
-    """How many generators a fleet is to have."""
-    return int(number(limit(size_key(fleet)), default, above=-1))
+def asked_size(limit: Lookup, fleet: str) -> tuple[int, float] | None:
+    """How many generators a fleet is to have, and when that was asked for (Unix seconds); None: never."""
+    asked = limit(size_key(fleet))
+    if not isinstance(asked, list) or len(asked) != 2 or any(number(x, -1.0) < 0 for x in asked):
+        return None
+    return int(asked[0]), float(asked[1])
 
 
 def drain_key(generator: str) -> str:

@@ -27,6 +27,7 @@ from common.summary import Summary
 
 _CONNECT_S = 3.0
 _BROKER_S = 3.0
+_PATIENCE_S = 10.0  # with a Redis that is slow or starts again
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def scale(place: Place, size: int, fleet: str | None) -> int:
     """
     with _running(place) as control:
         name = _one_of("fleet", fleet, [e.name for e in control.entries("fleet")], "start one: launch.py generators")
-        control.set_limit(size_key(name), size, _who())
+        control.set_limit(size_key(name), [size, time.time()], _who())  # the same again is a request too
     print(f"run {place.run_id}: {name} is to have {size} generators")
     return 0
 
@@ -188,7 +189,7 @@ def _running(place: Place) -> Iterator[Control]:
 
 
 def _connect(place: Place) -> Control:
-    control = Control(place.redis_url, place.run_id, deadline_s=_CONNECT_S)
+    control = Control(place.redis_url, place.run_id, deadline_s=_CONNECT_S, patience_s=_PATIENCE_S)
     control.refresh()
     return control
 

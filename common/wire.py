@@ -7,6 +7,7 @@ is decoded. Arrays are raw little-endian bytes with dtype and length in a map.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ MAX_CONTAINERS = 20_000
 MAX_DEPTH = 16
 _INT32_END = 1 << 31
 _INT_END = 1 << 62
+_MISSING: Any = object()
 
 # ---------------------------------------------------------------- headers
 # op -> field -> type. `int` excludes bool; `float` admits int; a tuple is "one of".
@@ -79,8 +81,9 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # have the held-out prompts sampled by generators that hold at least `version`
     "validate": {"id": int, "epoch": int, "step": int, "version": int},
     "validations": {"id": int, "epoch": int},
-    # anybody may ask, without `attach`
+    # anybody may ask these two, without `attach`; `step`: of the checkpoint that the run shall go back to
     "status": {"id": int},
+    "rollback": {"id": int, "run": str, "step": int, "who": str},
     # broker -> learner
     # `abandoned`: [first, last] of each run of steps that a rollback gave up
     "attached": {
@@ -103,6 +106,8 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # `asked`: steps; `results`: [{step, version, score, num_samples, num_dropped}], complete ones only
     "validation_results": {"id": int, "asked": list, "results": list},
     "status_is": {"id": int, "status": dict},
+    # `step`: the number that the rollback took; `version`: from which the run goes on
+    "rolled_back": {"id": int, "step": int, "version": int, "dropped": int},
     "error": {"id": int, "kind": str, "detail": str},
     # a request that could not be read
     "refused": {"re": str, "reason": str, "detail": str},
@@ -239,10 +244,13 @@ def decode(frames: list[bytes], ops: dict[str, dict[str, Any]]) -> tuple[str, di
     if schema is None:
         raise WireError("unknown_op", repr(op)[:80])
     for name, kind in schema.items():
-        if name not in header:
+        value = header.get(name, _MISSING)
+        if type(value) is kind and (kind is not int or -_INT_END < value < _INT_END):
+            continue
+        if value is _MISSING:
             raise WireError("missing_field", f"{op}.{name}")
-        if not _is(header[name], kind):
-            raise WireError("wrong_type", f"{op}.{name} is a {type(header[name]).__name__}")
+        if not _is(value, kind):
+            raise WireError("wrong_type", f"{op}.{name} is a {type(value).__name__}")
     if len(header) > len(schema):
         raise WireError("extra_field", f"{op}.{next(iter(header.keys() - schema.keys()))}"[:80])
     return str(op), header, frames[1:]
@@ -374,22 +382,30 @@ def _check_sample(s: Sample, header: dict[str, Any], vocab_size: int | None) -> 
         raise WireError("lengths_disagree", "num_live_tokens")
     bound = _INT32_END if vocab_size is None else vocab_size
     for ids in (s.prompt_ids, s.response_ids):
-        if ids.view("<u4").max() >= bound:  # a negative id is a large one
+        if np.maximum.reduce(ids.view(_U4)) >= bound:  # a negative id is a large one
             raise WireError("token_out_of_vocabulary", f"{int(ids.min())}..{int(ids.max())}, vocabulary {vocab_size}")
-    if len(sampled) and not (sampled.max() <= 1e-3 and sampled.min() > -np.inf):  # false for NaN too
+    if len(sampled) and not (np.maximum.reduce(sampled) <= 1e-3 and np.minimum.reduce(sampled) > -np.inf):  # nor NaN
         raise WireError("bad_logprob", "not finite, or above 0, on a sampled token")
-    edges = [0, *(end for _, _, end in s.spans)]
-    if any(v < 0 or a != edge or b <= a for (v, a, b), edge in zip(s.spans, edges, strict=False)) or edges[-1] != n:
+    edge, versions = 0, []
+    for version, start, end in s.spans:
+        if version < 0 or start != edge or end <= start:
+            break
+        edge = end
+        versions.append(version)
+    if edge != n or len(versions) != len(s.spans):
         raise WireError("bad_span", f"{s.spans} over {n} tokens")
-    versions = [v for v, _, _ in s.spans]
     if header["oldest"] != min(versions) or header["newest"] != max(versions):
         raise WireError("bad_span", "header disagrees")
-    if s.fault is None and not (isinstance(s.reward, (int, float)) and np.isfinite(s.reward)):
+    if s.fault is None and not (isinstance(s.reward, (int, float)) and math.isfinite(s.reward)):
         raise WireError("bad_reward", repr(s.reward)[:40])
     if header["reward"] != s.reward or header["fault"] != s.fault:
         raise WireError("bad_reward", "header disagrees")
     if s.finish_reason not in ("stop", "length") or header["truncated"] != (s.finish_reason == "length"):
         raise WireError("wrong_type", f"finish_reason {s.finish_reason!r}"[:80])
+
+
+_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4")}
+_U4 = np.dtype("<u4")
 
 
 def _array(a: NDArray[Any], dtype: str) -> dict[str, Any]:
@@ -398,15 +414,17 @@ def _array(a: NDArray[Any], dtype: str) -> dict[str, Any]:
 
 
 def _read_array(m: Any, dtype: str) -> NDArray[Any]:
-    if not isinstance(m, dict) or m.get("dtype") != dtype or not isinstance(m.get("data"), bytes):
+    if type(m) is not dict or m.get("dtype") != dtype or type(data := m.get("data")) is not bytes:
         raise TypeError(f"no array of {dtype}")
-    a = np.frombuffer(m["data"], dtype=dtype)
+    a = np.frombuffer(data, dtype=_DTYPES[dtype])
     if a.size != m.get("len"):
         raise WireError("lengths_disagree", "array")
     return a
 
 
 def _triples(flat: list[int]) -> tuple[tuple[int, int, int], ...]:
+    if len(flat) == 3:
+        return ((flat[0], flat[1], flat[2]),)
     if len(flat) % 3:
         raise WireError("lengths_disagree", "spans")
     return tuple(zip(flat[::3], flat[1::3], flat[2::3], strict=True))

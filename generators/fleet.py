@@ -13,7 +13,7 @@ import time
 from signal import SIGTERM
 
 from common.errors import ControlError, LeewayError
-from common.limits import drain_key, drains, size_of_fleet
+from common.limits import asked_size, drain_key, drains
 from common.processes import spawn
 from common.roles import Role
 from common.supervise import Child, End, Start, Supervisor
@@ -49,9 +49,9 @@ class Fleet:
         self._supervisor = Supervisor(role.run_dir / "logs", role.config.run.max_restarts)
         self._left: list[str] = []  # the generators that run, or are started again
         self._num_begun = 0
-        self._size = -1  # that was asked for last
+        self._asked: tuple[int, float] = (-1, 0.0)  # the size, and when it was asked for
         self._num_lost = 0  # since then: given up, or drained by name; not replaced
-        self._surplus: set[str] = set()  # told to drain because the fleet shrank
+        self._surplus: set[str] = set()  # drain because the fleet shrank, or before its size was asked for
 
     def run(self) -> End | None:
         """Until told to stop or all have ended by themselves (None), or until the last has failed: how."""
@@ -65,7 +65,7 @@ class Fleet:
             del self._supervisor.children[outcome.child]
             if outcome.gave_up:
                 self._num_lost += 1
-                if not self._left and self._size > 0:
+                if not self._left and self._asked[0] > 0:
                     return outcome.end
                 self._role.log.error("%s is given up: %s", outcome.child, outcome.end)
             elif outcome.child not in self._surplus:
@@ -91,15 +91,17 @@ class Fleet:
     def _adapt(self) -> None:
         """Start who is missing; have the youngest drain where there are too many."""
         control = self._role.control
-        wanted = size_of_fleet(control.limit, self._role.name, self._role.config.generators.count)
-        if wanted != self._size:
-            self._size, self._num_lost = wanted, 0
-            self._role.log.info("%d generators are wanted here", wanted)
+        asked = asked_size(control.limit, self._role.name) or (self._role.config.generators.count, 0.0)
         going = [name for name in self._left if drains(control.limit, name)]
+        if asked != self._asked:
+            self._asked, self._num_lost = asked, 0
+            self._surplus.update(going)
+            self._role.log.info("%d generators are wanted here", asked[0])
+        wanted = asked[0]
         staying = [name for name in self._left if name not in going]
         going_by_name = [name for name in going if name not in self._surplus]
         for name in staying[wanted:]:
-            with contextlib.suppress(ControlError):  # Redis is away: later
+            with contextlib.suppress(ControlError):  # Redis does not answer: later
                 control.set_limit(drain_key(name), True, self._role.name)
                 self._surplus.add(name)
         for _ in range(wanted - self._num_lost - len(staying) - len(going_by_name)):

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from common.errors import DeadlineError, FencedError, LedgerError, LeewayError, NoSignalError, Stopped
+from common.errors import (
+    DeadlineError,
+    FencedError,
+    LedgerError,
+    LeewayError,
+    NoSignalError,
+    RolledBackError,
+    Stopped,
+)
 from common.sockets import Dealer
 from common.wire import LEARNER_OPS, Sample, decode, decode_sample, encode, unpack
 
@@ -22,7 +30,9 @@ RESEND_S = 2.0  # silence after which a request is sent again
 POLL_S = 0.2  # how soon a stop is seen
 AFTER_STOP_S = 5.0  # time for what belongs to the last step once ``stop`` is set; a claim ends at once
 SAMPLES_PER_FETCH, TOKENS_PER_FETCH = 1024, 1 << 20  # of one request, whichever is reached first
-_ERRORS: dict[str, type[LeewayError]] = {"fenced": FencedError, "no_signal": NoSignalError}
+_ERRORS: dict[str, type[LeewayError]] = {
+    "fenced": FencedError, "no_signal": NoSignalError, "rolled_back": RolledBackError,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -100,11 +100,13 @@ class Learner:
         failpoint("learner.after_claim")
         if claim.skipped:
             self.progress.count_skipped()
+            self.clock = Clock()
             return True
         with clock("fetch"):
             batch = self.fetch(claim)
         if not self.is_young(batch, version, claim.limit):
             self.give_back(step)
+            self.clock = Clock()
             return True
         self.look_ahead(step + 1)
         settings = claim.settings or self.ranks.share(lambda: live_settings(self.config, self.control))

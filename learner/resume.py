@@ -50,7 +50,7 @@ def resume(learner: Learner, attached: Any, *, begun: str = "") -> None:
         return
     redo_from(learner, path, attached)
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
-    # It may have died in saving these very steps: never is more than one interval redone. After a rollback a crash
+    # It may have died in saving these very steps, and what is redone is to stay bounded. After a rollback a crash
     # shall find it, whatever becomes of the checkpoint gone back to.
     learner.save(wanted=learner.progress.step == learner.progress.rolled_back_at)
 

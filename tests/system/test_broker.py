@@ -176,6 +176,7 @@ def test_killed_brokers_lose_nothing_acknowledged_and_train_nothing_twice(run):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_brokers_killed_twenty_times_at_each_point_lose_nothing(run):
     kill_at_each_point(run, repeats=20)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.control import Control
@@ -20,8 +22,9 @@ CONFIG = (
 )  # fmt: skip
 
 
-def train(run: LiveRun, steps: int) -> None:
-    """Broker and learner by their commands until the last step; the generator holds what was published."""
+@contextmanager
+def generating(run: LiveRun, *, delay_s: float = 0.0) -> Iterator[None]:
+    """A simulated generator that holds what was published."""
     control = Control(str(run.url), "live")
 
     def broker() -> str | None:
@@ -29,28 +32,35 @@ def train(run: LiveRun, steps: int) -> None:
         generator.version = max([generator.version, *(e.version for e in control.entries("learner"))])
         return next((e.address for e in control.entries("broker") if e.address), None)
 
-    generator = SimulatedGenerator(lambda: None, "live", "simulated", version=0, make=fresh_sample)
+    generator = SimulatedGenerator(lambda: None, "live", "simulated", make=fresh_sample, delay_s=delay_s)
     generator._address = broker
     try:
         control.register("generator", "simulated")
-        processes = [
-            run.start(role, *(() if role == "learner" else (*CONFIG, f"run.dir={run.dir}", f"run.max_steps={steps}")))
-            for role in ("broker", "learner")
-        ]
-        for process in reversed(processes):
-            assert process.wait(120) == 0, run.log(process)[-3000:]
+        yield
     finally:
         generator.close()
         control.forget_run()
         control.close()
 
 
+def roll_back(run: LiveRun, step: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch.py"), "rollback", str(run.dir), str(step)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def train(run: LiveRun, steps: int) -> None:
+    """Broker and learner by their commands until the last step."""
+    with generating(run):
+        broker = run.start("broker", *CONFIG, f"run.dir={run.dir}", f"run.max_steps={steps}")
+        for process in (run.start("learner"), broker):
+            assert process.wait(120) == 0, run.log(process)[-3000:]
+
+
 def test_a_run_goes_back_to_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
     run = LiveRun(tmp_path, server=True)
     try:
         train(run, 5)
-        command = [sys.executable, str(ROOT / "launch.py"), "rollback", str(run.dir), "2"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = roll_back(run, 2)
         assert done.returncode == 0 and "goes on with step 7 at version 6" in done.stdout, done.stderr
         train(run, 8)
     finally:
@@ -70,3 +80,29 @@ def test_a_run_goes_back_to_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
     summary = Summary.read(run.dir)
     assert summary is not None and (summary.step, summary.version, summary.steps_given_up) == (8, 8, 4)
     assert summary.samples_trained == 4 * 16
+
+
+def test_a_run_that_goes_on_is_rolled_back_and_its_learner_comes_back(tmp_path: Path) -> None:
+    """The learner ends with the exit code after which a supervisor starts it again."""
+    run = LiveRun(tmp_path, server=True)
+    try:
+        with generating(run, delay_s=0.3):
+            broker = run.start("broker", *CONFIG, f"run.dir={run.dir}", "run.max_steps=12")
+            learner = run.start("learner")
+            run.wait_for_step(4)
+            done = roll_back(run, 2)
+            assert done.returncode == 0 and "its learner comes back from there" in done.stdout, done.stderr
+            run.may_fail.append(learner)
+            assert learner.wait(60) == 1
+            assert "rolled the run back: the weights of this learner are given up" in run.log(learner)
+            for process in (run.start("learner"), broker):
+                assert process.wait(120) == 0, run.log(process)[-3000:]
+    finally:
+        run.close()
+    [(number, version)] = run.query("SELECT step, version + 1 FROM steps WHERE restored = 2")
+    assert number == version >= 5
+    assert run.query("SELECT step FROM steps WHERE abandoned") == [(step,) for step in range(3, number)]
+    surviving = run.query("SELECT step FROM steps WHERE applied AND NOT abandoned ORDER BY step")
+    assert surviving == [(step,) for step in (1, 2, *range(number + 1, 13))]
+    assert run.query(f"SELECT COUNT(*) FROM trained_tokens WHERE step > {number} AND sampled_at < {version}") == [(0,)]
+    assert_nothing_too_old_was_trained(run)

@@ -14,7 +14,7 @@ import yaml
 
 from broker.store import Store
 from common.archive import Archive
-from common.errors import FencedError, LedgerError
+from common.errors import FencedError, LedgerError, RolledBackError
 from common.loading import load_config
 from tests.recorded import Recorder, fresh_sample
 
@@ -72,7 +72,14 @@ def test_the_ledger_goes_on_above_what_it_gave_up(tmp_path: Path) -> None:
     for call in (lambda: ledger.claim(old, 7, 6, 4), lambda: ledger.checkpoint_valid(old, 4, "")):
         with pytest.raises(FencedError):
             call()
+    with pytest.raises(RolledBackError, match=r"me rolled the run back.* the checkpoint of step 2"):
+        ledger.claim(old, 7, 6, 4)
+    assert ledger.roll_back(2, who="me again", at=0.0) == 7
+    with pytest.raises(RolledBackError):
+        ledger.claim(old, 8, 7, 4)
     new = ledger.attach("learner", "2")
+    with pytest.raises(FencedError, match="has taken the run"):
+        ledger.claim(old, 7, 6, 4)
     assert new == old + 2
     with pytest.raises(LedgerError, match="checkpoint of step 4 refused: a rollback gave that step up"):
         ledger.checkpoint_valid(new, 4, "")
@@ -124,13 +131,9 @@ def test_the_program_decides_it_for_a_run_that_is_stopped(tmp_path: Path) -> Non
     assert roll_back(tmp_path, "4").returncode == 2, "given up by an earlier rollback"
 
 
-def test_a_run_that_goes_on_and_checkpoints_that_are_not_whole_are_refused(tmp_path: Path) -> None:
-    recorder = recorded(tmp_path)
-    recorder.store.commit(recorder.ledger.take_changes())
-    before = sqlite3.connect(recorder.path).execute("SELECT COUNT(*), MAX(version) FROM steps").fetchall()
-    done = roll_back(tmp_path, "2")
-    assert done.returncode == 1 and "the run is going on" in done.stderr and "launch.py stop" in done.stderr
-    recorder.close()
+def test_checkpoints_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    recorded(tmp_path).close()
+    before = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT COUNT(*), MAX(version) FROM steps").fetchall()
     (tmp_path / "checkpoints" / "step_2" / "tensors").write_bytes(b"something else")
     done = roll_back(tmp_path, "2")
     assert done.returncode == 2 and "step_2/tensors: is damaged" in done.stderr
@@ -139,5 +142,5 @@ def test_a_run_that_goes_on_and_checkpoints_that_are_not_whole_are_refused(tmp_p
         assert done.returncode == 2 and why in done.stderr
     done = roll_back(tmp_path / "nowhere", "2")
     assert done.returncode == 2 and "no run here" in done.stderr
-    after = sqlite3.connect(recorder.path).execute("SELECT COUNT(*), MAX(version) FROM steps").fetchall()
+    after = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT COUNT(*), MAX(version) FROM steps").fetchall()
     assert after == before

@@ -513,6 +513,39 @@ def test_status_says_since_when_a_step_is_at_the_learner(broker):
     assert "broker waits: step 1 is at the learner, for 7.0 s" in b.ask("status")[1]["status"]["waits"]
 
 
+def test_a_rollback_of_a_run_that_goes_on_tells_everybody(broker):
+    b = broker()
+    b.hello("a")
+    b.deliver("a", b.turn())
+    b.turn()
+    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    b.ask("checkpoint", epoch=epoch, step=0, path="c")
+    for step in (1, 2):
+        b.beat("a")
+        b.deliver("a", b.turn())
+        assert b.ask("claim", epoch=epoch, step=step, version=step - 1, num_groups=B)[0] == "claimed"
+        done = dict(applied=True, reason="", settings={}, digest="", optimizer_span=[0, 1])
+        b.ask("ack_step", epoch=epoch, step=step, **done)
+    b.beat("a", version=2)
+    b.tell(b"learner", "claim", id=99, epoch=epoch, step=3, version=2, num_groups=1000)
+    b.turn()
+    assert b.ask("rollback", run="other", step=0, who="me")[1]["detail"] == "this is the broker of run r, not of other"
+    assert "not valid; valid are: 0" in b.ask("rollback", run="r", step=1, who="me")[1]["detail"]
+    leased = b.service.ledger.leases_of("a")
+    b.tell(b"verb", "rollback", id=7, run="r", step=0, who="me")
+    messages = b.turn()
+    told = [(op, f) for op, f, _ in messages if op in ("error", "rolled_back")]
+    assert [op for op, _ in told] == ["error", "rolled_back"] and told[0][1]["id"] == 99
+    assert told[0][1]["kind"] == "rolled_back" and (told[1][1]["step"], told[1][1]["version"]) == (3, 3)
+    assert told[1][1]["dropped"] >= len(leased) > 0
+    assert {(f["group"], f["reason"]) for op, f, _ in messages if op == "cancel"} == {
+        (a.group, "rolled_back") for a in leased
+    }
+    assert "older than the rollback to 3" in next(f for op, f, _ in messages if op == "wait")["reason"]
+    answer = b.ask("attach", run="r", name="learner", incarnation="2")[1]
+    assert (answer["step"], answer["version"], answer["floor"], answer["abandoned"]) == (3, 3, 3, [[1, 2]])
+
+
 def test_a_draining_run_trains_what_is_out_and_ends(broker):
     b = broker()
     b.hello("a")
