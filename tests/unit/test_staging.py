@@ -14,9 +14,10 @@ import torch
 import common.buffers
 import common.memory
 from common.buffers import Buffer, Watermark, copy_out, pack_digests, with_digests
-from common.errors import WeightError
+from common.errors import OtherModelError, WeightError
 from common.snapshot import SnapshotTransport
 from common.weights import encode_manifest, lay_out
+from generators.receiving import Layout
 from generators.staging import Staging, _Following
 
 TIMEOUT_S = 5.0
@@ -80,6 +81,22 @@ def test_the_first_worker_receives_for_all(tmp_path: Path) -> None:
         assert torch.equal(taken[0].bytes, taken[1].bytes)
         engine.file.unlink(missing_ok=True)  # as the engine does once all have looked into it
     assert engine.events.empty()
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"w": (1000,), "b": (8,)}, r"tensor b: the learner sends \[7\], this engine's model has \[8\]"),
+        ({"w": (1000,)}, r"tensor b: the learner sends \[7\], this engine's model has none"),
+        ({"w": (1000,), "b": (7,), "c": ()}, r"tensor c: the learner sends none, this engine's model has \[\]"),
+    ],
+)
+def test_another_model_is_refused_before_its_first_byte(model: dict[str, tuple[int, ...]], says: str) -> None:
+    manifest = encode_manifest(lay_out([("w", "float32", (1000,)), ("b", "float32", (7,))], 1024))
+    assert Layout({"b": (7,), "w": (1000,)}).accept(manifest).num_buckets == 4
+    assert Layout().accept(manifest)  # nobody knows
+    with pytest.raises(OtherModelError, match=says):
+        Layout(model).accept(manifest)
 
 
 def test_on_the_device_each_worker_has_a_copy_of_its_own(tmp_path: Path) -> None:
