@@ -57,11 +57,17 @@ def list_files(folder: Path) -> Listing:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path={folder}: has no config.json; give a Hugging Face model folder")
     if len(paths) > MAX_FILES or max(sizes) > MAX_FILE_BYTES or sum(sizes) > MAX_TOTAL_BYTES:
+        size, largest = max(zip(sizes, paths, strict=True))
         raise ConfigError(
-            f"model.path={folder}: {len(paths)} files of {sum(sizes) / 1e6:.0f} MB ({', '.join(SUFFIXES)}) beside the "
-            f"weights; at most {MAX_FILES}, {MAX_TOTAL_BYTES >> 20} MB; keep there only config and tokenizer"
+            f"model.path={folder}: {len(paths)} files ({', '.join(SUFFIXES)}) of {_MB(sum(sizes))} beside the weights, "
+            f"the largest {largest.name} of {_MB(size)}; engines start from at most {MAX_FILES} files of at most "
+            f"{_MB(MAX_FILE_BYTES)} each, {_MB(MAX_TOTAL_BYTES)} together; keep there only config and tokenizer"
         )
     return tuple(ModelFile(p.name, n, _sha256(p)) for p, n in zip(paths, sizes, strict=True))
+
+
+def _MB(size: int) -> str:
+    return f"{size / (1 << 20):.4g} MiB"
 
 
 def _travels(name: str) -> bool:
@@ -86,7 +92,7 @@ def _decode(data: bytes) -> Listing:
     """Raises WeightError for what is no list of files that may travel."""
     try:
         files = tuple(ModelFile(str(name), int(size), str(sha)) for name, size, sha in unpack(data))
-    except (TypeError, ValueError, WireError) as e:
+    except (OverflowError, TypeError, ValueError, WireError) as e:
         raise WeightError(f"the learner's list of model files cannot be read ({type(e).__name__}: {e})") from None
     for f in files:
         if not _travels(f.name) or not 0 <= f.size <= MAX_FILE_BYTES:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.config import Config
 from common.errors import ConfigError, WeightError
 from common.model_files import (
     MAX_FILES,
@@ -22,6 +25,7 @@ from common.model_files import (
     pull_files,
 )
 from common.wire import CONTROL_OPS, decode, encode, pack
+from generators import model_folder
 
 
 @pytest.fixture
@@ -113,13 +117,39 @@ def test_lists_out_of_bounds_or_unreadable_are_refused(folder: Path, tmp_path: P
             pull_files(
                 asking(lambda op, fields, data=listing: encode("file_list", _encode(data))), tmp_path / "x", "any"
             )
-    for junk in (b"", b"\xc1", pack({"a": 1}), pack([["a.json", 3]])):
+    for junk in (b"", b"\xc1", pack({"a": 1}), pack([["a.json", 3]]), pack([["a.json", float("inf"), ""]])):
         with pytest.raises(WeightError, match=r"cannot be read|cannot be had"):
             pull_files(asking(lambda op, fields, data=junk: encode("file_list", data)), tmp_path / "x", "any")
     for i in range(MAX_FILES):
         (folder / f"extra{i}.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"keep there only config and tokenizer"):
+    says = r"67 files .* largest tokenizer\.model of 1\.28 MiB; .* 64 files of at most 128 MiB each"
+    with pytest.raises(ConfigError, match=says):
         list_files(folder)
+
+
+def test_another_folder_at_the_learners_path_is_left_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, digest = FileServer(folder, list_files(folder)), digest_of(list_files(folder))
+    monkeypatch.setattr(model_folder, "_pull", lambda address, *args: pull_files(asking(server.answer), *args))
+
+    def find(there: Path) -> str:
+        control: Any = SimpleNamespace(
+            wait_for_model=lambda *args: str(there), model_digest=lambda: digest,
+            wait_for=lambda *args, **kwargs: SimpleNamespace(address="learner"),
+        )  # fmt: skip
+        return model_folder.model_folder(control, Config(), tmp_path / "run", threading.Event())
+
+    pulled = str(tmp_path / "run" / "model-files" / digest[:16])
+    other = tmp_path / "other"
+    assert find(folder) == str(folder) and find(other) == pulled
+    other.mkdir()
+    assert find(other) == pulled
+    (other / "config.json").write_text("{}")
+    assert find(other) == pulled
+    for i in range(MAX_FILES):
+        (other / f"log{i}.txt").write_text("x")
+    assert find(other) == pulled  # too much to be the learner's
 
 
 def test_what_comes_otherwise_than_announced_leaves_nothing(folder: Path, tmp_path: Path) -> None:
