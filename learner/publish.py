@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from common.buffers import Buffer, copy_out, copy_out_as, pack_digests, with_digests
+from common.buffers import Buffer, Watermark, copy_out, copy_out_as, pack_digests, with_digests
 from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
@@ -85,7 +85,7 @@ class Publisher:
         )  # fmt: skip
         self._canary: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary] | None = None
         self._layout: Manifest | None = None
-        self._newest: Version | None = None  # complete, with digests
+        self._newest: Version | None = None  # announced; its bytes and digests may still be on their way
         self._buffers: list[Buffer] = []  # not in use
         self._num_buffers = 0
         self._transfers: dict[int, _Transfer] = {}
@@ -431,13 +431,12 @@ class Publisher:
     # ------------------------------------------------------------ one transfer, in its own thread
     def _stream(self, action: roster.Start, transfer: _Transfer) -> None:
         try:
-            if action.prove:
-                transfer.weights.make_canary(self._canary)
+            proof = self._make_canary_beside(transfer.weights) if action.prove else None
             failpoint("publish.group")
             if transfer.group is None:
                 transport = self._transports[transfer.ticket.transport]
                 transfer.group = transport.open_group(transfer.ticket, action.num_workers)
-            transfer.weights.send(transfer.group, transfer.ended)
+            transfer.weights.send(transfer.group, transfer.ended, proof)
             self._post(lambda now: self._roster.sent(action.number, now))
             # Closing before the engine has all would cut off what is still on its way.
             transfer.ended.wait(2 * self._config.timeout_s)
@@ -450,6 +449,24 @@ class Publisher:
             if group is not None:
                 group.close()
             self._release(transfer.weights)
+
+    def _make_canary_beside(self, weights: Version) -> Watermark:
+        """Compute the canary in a thread of its own, while buckets are sent; raised to 1 once it is there."""
+        made = Watermark()
+
+        def make() -> None:
+            try:
+                weights.make_canary(self._canary)
+                made.raise_to(1)
+            except Exception as e:
+                made.fail(f"canary: {first_line(e)}")
+            finally:
+                self._release(weights)
+
+        with self._lock:
+            weights.users += 1
+        threading.Thread(target=make, name=f"canary-{weights.version}", daemon=True).start()
+        return made
 
     # ------------------------------------------------------------ threads and ends
     def _post(self, event: Callable[[float], list[Action]]) -> None:

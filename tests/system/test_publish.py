@@ -20,6 +20,8 @@ import psutil
 import pytest
 import torch
 
+import learner.version
+from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError
 from common.transfer import GlooGroup
@@ -166,8 +168,8 @@ def test_a_group_is_kept_before_the_next_transfer_however_late_its_thread(
 ) -> None:
     made, late, send = [], threading.Event(), Version.send
 
-    def send_and_be_late(weights: Version, group: Any, ended: threading.Event) -> None:
-        send(weights, group, ended)
+    def send_and_be_late(weights: Version, group: Any, *args: Any) -> None:
+        send(weights, group, *args)
         if isinstance(group, GlooGroup):
             late.wait(2 * PATIENCE_S)
 
@@ -475,6 +477,32 @@ def test_a_model_whose_canary_cannot_be_computed_is_a_fault_of_the_config(bench:
     with pytest.raises(ConfigError, match=r"model\.path: its forward on the CPU.*NotImplementedError: no such kernel"):
         publisher.make_canary()
     assert calls == [dict(weights_of(0)).keys()]
+
+
+def test_a_canary_is_made_while_the_buckets_are_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine waits for its first byte until the learner has computed a forward."""
+    sent, all_buckets, send = [], threading.Event(), learner.version._send
+
+    def send_and_count(group: Any, data: torch.Tensor, what: str) -> None:
+        assert what != "digests" or made, "complete for the engine before its canary"
+        send(group, data, what)
+        sent.append(what)
+        if len(sent) == NUM_BUCKETS:
+            all_buckets.set()
+
+    def forward(tensors: Any) -> Canary:
+        assert all_buckets.wait(PATIENCE_S), "no bucket is sent before the canary is there"
+        made.append(dict(tensors).keys())
+        return Canary((3, 4), (-1.0,), "float32")
+
+    made: list[Any] = []
+    monkeypatch.setattr(learner.version, "_send", send_and_count)
+    publisher = bench.publisher(config=PATIENT)
+    publisher.prove_with(forward)
+    a = bench.receiver("a")
+    publisher.publish(0, weights_of(0))
+    assert a.wait_held(0, 2 * PATIENCE_S) == [0] and len(made) == 1
+    assert sent[-1] == "digests" and publisher.stats()["weights/failures"] == 0
 
 
 def test_slow_engines_give_way_when_their_transfers_hold_all_the_memory(bench: Bench) -> None:
