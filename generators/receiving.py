@@ -110,9 +110,5 @@ def _text(kind: tuple[str, tuple[int, ...]] | None) -> str:
     return "nothing" if kind is None else f"{kind[0]} {list(kind[1])}"
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else str(list(shape))
-
-
 def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, LeewayError) else f"{type(error).__name__}: {first_line(error)}"
