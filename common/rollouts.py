@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,6 +36,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "state": ("string", "What had become of the group: `ready`, `claimed`, `trained`, … (docs/ledger.md)."),
     "reason": ("string", "Why it was dropped."),
     "step": ("int64", "The step that trained it."),
+    "abandoned": ("int64", "0, or step of the rollback that gave that step up: such a group is left out."),
     "place": ("int64", "Place of the group in that step's batch."),
     "trained_at": ("int64", "Version of the weights at which it was trained."),
     "staleness_limit": ("int64", "`staleness.max` in force at that step."),
@@ -142,14 +144,18 @@ class Rollouts:
         self._steps = self._recorded_steps()
 
     def complete_groups(self) -> list[Group]:
-        """Training groups with a sample to train, by key. Held-out ones are counted in ``left_out``."""
-        held_out, lengths, found = self._text("lane") == "eval", self._response_ids.lengths, []
-        self.left_out = {}
+        """Training groups with a sample to train, by key. Held-out ones, and those that a rollback gave up, are
+        counted in ``left_out``."""
+        held_out, given_up = self._text("lane") == "eval", self._numbers("abandoned", 0) > 0
+        lengths, left_out, found = self._response_ids.lengths, Counter[str](), []
         for key, rows in sorted(self._rows.items()):
             if held_out[rows].any():
-                self.left_out["eval"] = self.left_out.get("eval", 0) + 1
+                left_out["eval"] += 1
+            elif given_up[rows].any():
+                left_out["abandoned"] += 1
             else:
                 found.append(Group(key, len(rows), int(lengths[rows].max())))
+        self.left_out = dict(left_out)
         return found
 
     def samples(self, key: Key) -> list[Sample]:
@@ -164,9 +170,15 @@ class Rollouts:
             return None
         return RecordedStep(number, -1, 0, False, {}, "", ())
 
-    def outline(self) -> list[tuple[int, int, bool, bool]]:
-        """(step, version, applied, payloads kept), in order."""
-        return [(s.step, s.version, True, True) for _, s in sorted(self._steps.items())]
+    def outline(self) -> list[tuple[int, str, bool, bool]]:
+        """(step, why it was not applied, applied, payloads kept), in order. Each step makes one version; a rollback,
+        which leaves no samples, makes one more."""
+        found: list[tuple[int, str, bool, bool]] = []
+        for expected, (_, s) in enumerate(sorted(self._steps.items())):
+            if s.version != expected:
+                return [*found, (s.step - 1, "rollback", False, True)]
+            found.append((s.step, "", True, True))
+        return found
 
     # ------------------------------------------------------------ reading
     def _read_columns(self) -> None:

@@ -171,7 +171,7 @@ def export_samples(args: argparse.Namespace) -> int:
 def exported_rows(archive: Archive, where: str, tokenizer: Any, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
     """A row for each sample whose payload is there; the others are counted by reason."""
     steps = StepsOf(archive)
-    names = ("lane", "prompt", "state", "reason", "step")
+    names = ("lane", "prompt", "state", "reason", "step", "abandoned")
     for row in archive.rows([*names, *header_columns(), "payload_id"], where):
         fate, header = dict(zip(names, row, strict=False)), header_of(row[len(names) : -1])
         payload = archive.payload(row[-1])

@@ -19,6 +19,7 @@ from common.archive import Archive
 from common.config import Config
 from common.errors import ReplayError, Stopped
 from common.preflight import world_faults
+from common.rollouts import Rollouts
 from common.wire import Sample, decode_sample, encode_sample
 from generators.records import main as records
 from learner import resume
@@ -26,7 +27,7 @@ from learner.loop import Learner
 from learner.models import load_models
 from learner.replay import ExactFeed, LedgerRollouts, NullPublisher, OfflineFeed, open_replay, take_initial_weights
 from tests.learner_parts import SimulatedControl, alone, initial_weights, make_config, make_learner
-from tests.recorded import Recorder, RecorderFeed, made_elsewhere, toy_sample
+from tests.recorded import Recorder, RecorderFeed, fresh_sample, made_elsewhere, toy_sample
 
 STEPS, SKIPPED = 6, 4  # rows, and the one among them that was skipped
 FAULTY = (5, 0, 2)  # a sample whose reward failed; its group goes on without it
@@ -255,6 +256,23 @@ def test_what_a_rollback_gave_up_is_not_replayed(tmp_path: Path) -> None:
         ExactFeed(LedgerRollouts(tmp_path), start=(0, 0), stop=threading.Event())
     there = {g.key for g in LedgerRollouts(tmp_path).complete_groups()}
     assert there == set(kept.keys) and not there & set(given_up.keys)
+
+
+def test_what_a_rollback_gave_up_is_not_replayed_from_a_file(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    kept, given_up = recorder.step(), recorder.step()
+    recorder.ledger.checkpoint_valid(recorder.epoch, 1, "step_1")
+    recorder.ledger.roll_back(1, who="me", at=0.0)
+    recorder.epoch = recorder.ledger.attach("learner", "2")
+    after = recorder.claim(fresh_sample)
+    recorder.acknowledge(after)
+    recorder.close()
+    assert records(["export", str(tmp_path), str(tmp_path / "all.parquet"), "--no-text"]) == 0
+    source = Rollouts(tmp_path / "all.parquet")
+    assert {g.key for g in source.complete_groups()} == {*kept.keys, *after.keys}
+    assert source.left_out == {"abandoned": len(given_up.keys)}
+    with pytest.raises(ReplayError, match="row 3 is a rollback"):
+        ExactFeed(source, start=(0, 0), stop=threading.Event())
 
 
 def test_the_weights_that_the_run_started_from_are_taken(weights: Path, tmp_path: Path) -> None:
