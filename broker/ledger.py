@@ -394,6 +394,10 @@ class Ledger(Book):
         self._num_filtered, self._waits = 0, None
         self._lost.clear()
         self._pending["eval"].clear()
+        for validation in self.validations.values():
+            if not validation.done:  # of weights that are gone: it ends, without a score
+                validation.num_dropped += validation.num_scored
+                validation.num_scored, validation.total = 0, 0.0
         for attempt in list(self.live.values()):
             if attempt.lane == "eval":
                 self._drop(attempt, ROLLED_BACK, retry=False)

@@ -126,11 +126,12 @@ class Archive:
         return [(header_of(row[:-1]), self.payload(row[-1])) for row in rows]
 
     def complete_groups(self) -> list[Group]:
-        """Training groups that have become ready and whose tokens are there, by key; faulty samples do not count."""
+        """Training groups that have become ready and whose tokens are there, by key; faulty samples do not count,
+        nor do groups of steps that a rollback gave up."""
         with self._readable():
             rows = self._db.execute(
                 "SELECT grp, attempt, COUNT(*), MAX(num_tokens) FROM rollouts "
-                "WHERE lane = 'train' AND state IN ('ready', 'claimed', 'trained') AND fault IS NULL "
+                "WHERE lane = 'train' AND state IN ('ready', 'claimed', 'trained') AND fault IS NULL AND NOT abandoned "
                 "GROUP BY grp, attempt HAVING MIN(kept) = 1 ORDER BY 1, 2"
             )
             return [Group((group, attempt), size, longest) for group, attempt, size, longest in rows]
@@ -151,11 +152,11 @@ class Archive:
                 tuple((group, attempt) for group, attempt in json.loads(keys)),
             )  # fmt: skip
 
-    def outline(self) -> list[tuple[int, int, bool, bool]]:
-        """(step, version, applied, payloads kept) of each step, in order."""
+    def outline(self) -> list[tuple[int, str, bool, bool]]:
+        """(step, why it was not applied, applied, payloads kept) of each step and rollback, in order."""
         with self._readable():
-            rows = self._db.execute("SELECT step, version, applied, payloads_kept FROM steps ORDER BY step")
-            return [(step, version, bool(applied), bool(kept)) for step, version, applied, kept in rows]
+            rows = self._db.execute("SELECT step, reason, applied, payloads_kept FROM steps ORDER BY step")
+            return [(step, reason, bool(applied), bool(kept)) for step, reason, applied, kept in rows]
 
     def checkpoints(self) -> list[int]:
         """Steps of the valid ones that can be gone back to, ascending."""

@@ -31,15 +31,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from common.errors import CheckpointError, DeadlineError
+from common.errors import CheckpointError, DeadlineError, FencedError
 from common.logs import LOGGER
-from learner.files import beside, fresh_folder, put_in_place, sha256
+from learner.files import beside, fresh_folder, put_in_place, replace_file, sha256
 from learner.models import Models
 from learner.ranks import Ranks
 from learner.saving import Stager, at, in_thread, write_tensors
 
 SCHEMA = 1
 MANIFEST, STATE = "manifest.json", "state.json"
+EPOCH = "epoch"  # in the folder of checkpoints: whose they are
 WRITE_S = 3600.0  # longest time that writing one takes
 _NAME = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"\.(step_\d+)\.(new|old)")
@@ -60,6 +61,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, run_id: str, keep: int, ranks: Ranks) -> None:
         """keep: how many to keep; the newest valid one is never deleted."""
         self.folder, self.run_id, self.keep, self.ranks = folder, run_id, max(1, keep), ranks
+        self._epoch = -1
         self._writing: _Writing | None = None
         self._stage = Stager()
         self._group: dist.ProcessGroup | None = None  # its own: training's collectives go on beside it
@@ -128,9 +130,32 @@ class Checkpoints:
         at("hashes")
         _write_json(fresh / MANIFEST, {"schema": SCHEMA, "files": files})
         at("written")
+        self._refuse_if_replaced()
         put_in_place(fresh, self.folder / f"step_{step}", at=at)
         self._remove_old(newest=step)
         at("end")
+
+    def take_over(self, epoch: int) -> None:
+        """Be the folder's only writer from now on: a learner of a lower epoch, frozen while it saved, comes too late.
+
+        Raises:
+            FencedError: a higher epoch was here.
+        """
+        self._epoch = epoch
+        self.ranks.share(self._take_over)
+
+    def _take_over(self) -> None:
+        self._refuse_if_replaced()
+        replace_file(self.folder / EPOCH, lambda fresh: fresh.write_text(f"{self._epoch}\n"))
+
+    def _refuse_if_replaced(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / EPOCH
+        if file.exists() and (newest := int(file.read_text())) > self._epoch:
+            raise FencedError(
+                f"{self.folder}: is written by the learner of epoch {newest}; this one has {self._epoch}. "
+                f"If there is no other, and the ledger was restored from a copy, remove {file}"
+            )
 
     def tidy(self) -> None:
         """Remove what a crash left behind. One that was just being replaced by its successor gets its name back."""

@@ -44,7 +44,7 @@ class Source(Protocol):
 
     def step(self, number: int) -> RecordedStep | None: ...
 
-    def outline(self) -> list[tuple[int, int, bool, bool]]: ...
+    def outline(self) -> list[tuple[int, str, bool, bool]]: ...
 
 
 class LedgerRollouts:
@@ -302,7 +302,7 @@ def take_initial_weights(config: Config, run_dir: Path) -> None:
     fresh.rename(target)
 
 
-def check_outline(steps: list[tuple[int, int, bool, bool]]) -> None:
+def check_outline(steps: list[tuple[int, str, bool, bool]]) -> None:
     """Raises ReplayError: no steps; tokens of some were freed; the run was rolled back."""
     if not steps:
         raise ReplayError("the record has no steps to replay; replay.mode=offline trains on its rollouts")
@@ -312,8 +312,9 @@ def check_outline(steps: list[tuple[int, int, bool, bool]]) -> None:
             f"the tokens of {len(gone)} steps ({gone[0]}…{gone[-1]}) were freed, so the record cannot be replayed "
             "from its beginning; record with a larger ledger.keep_bytes, or use replay.mode=offline"
         )
-    expected = 0
-    for step, version, applied, _ in steps:
-        if applied and version != expected:
-            raise ReplayError(f"step {step} was trained at version {version}, not {expected}: the run was rolled back")
-        expected += applied
+    back = [step for step, reason, _, _ in steps if reason == "rollback"]
+    if back:
+        raise ReplayError(
+            f"row {back[0]} is a rollback: steps before it were given up, so the record is no one history; "
+            "replay.mode=offline trains on the rollouts of the steps that stand"
+        )

@@ -33,9 +33,11 @@ def resume(learner: Learner, attached: Any, *, begun: str = "") -> None:
     begun: which beginning of the run this is; a restart in it does not resume from a named path again.
 
     Raises:
+        FencedError: a later learner writes the checkpoints.
         CheckpointError: the ledger has steps but no checkpoint can be loaded, or redoing them does
             not end at the ledger's version; `trainer.resume_from_path` cannot be resumed from.
     """
+    learner.checkpoints.take_over(attached.epoch)
     learner.checkpoints.tidy()
     learner.checkpoints.abandoned = attached.abandoned
     if learner.config.trainer.resume_mode == "resume_path" and not _has_resumed(learner, begun):

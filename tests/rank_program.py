@@ -79,7 +79,7 @@ def _options(way: tuple, world_size: int) -> tuple[str, ...]:
 
 
 def main(weights: Path, out: Path) -> None:
-    ranks = join_ranks(timeout_s=60)
+    ranks = join_ranks(timeout_s=180)
     try:
         families(out / "families", ranks)
         bounded_memory(out / "large", ranks)
@@ -122,7 +122,7 @@ _RANKS: dict[int, Ranks] = {}
 
 def arranged(ranks: Ranks, config: Config) -> Ranks:
     """Groups are made once for each division."""
-    _RANKS[ranks.world_size] = ranks
+    _RANKS.setdefault(ranks.world_size, ranks)
     split, shard_size = config.actor.ulysses_sequence_parallel_size, config.actor.fsdp_config.fsdp_size
     return _arrange(ranks.world_size, split, shard_size)
 
@@ -258,14 +258,16 @@ def one_reduction(weights: Path, ranks: Ranks) -> None:
     if ranks.world_size == 1:
         return
     for shard_size, often in ((-1, False), (-1, True), (1 if ranks.world_size < 4 else 2, False)):
-        config = make_config(*COMMON, *_both(f"{BUDGET}=24"), f"actor.fsdp_config.fsdp_size={shard_size}",
-                             f"trainer.nproc_per_node={ranks.world_size}")  # fmt: skip
+        config = make_config(
+            *COMMON, *_both("use_dynamic_bsz=false", f"{ROWS}=1"), f"actor.fsdp_config.fsdp_size={shard_size}",
+            f"trainer.nproc_per_node={ranks.world_size}",
+        )  # fmt: skip
         ranks = arranged(ranks, config)
         actor = load_models(config, weights, ranks).actor
         batch = make_batch(make_groups(config, 1))
         packing = packing_of(actor.module, config.actor, config)
         micros = micro_batches(batch, np.arange(len(batch)), packing, rank=ranks.data_rank, world_size=ranks.data_size)
-        assert len(micros) > 2
+        assert len(micros) >= 4
 
         def loss(micro: MicroBatch, counts: Counts, module: torch.nn.Module = actor.module) -> tuple[Tensor, dict]:
             return module(micro)[0].sum(), {}
@@ -290,17 +292,23 @@ def skip_alike(weights: Path, ranks: Ranks) -> None:
 
 
 def save(weights: Path, out: Path, ranks: Ranks) -> None:
-    """Go on from the checkpoint of the smaller world, if there is one: a step, and a checkpoint of it."""
-    models = load_models(make_config(*COMMON), weights, ranks)
+    """Go on from the checkpoint of the smaller world, if there is one: a step, and a checkpoint of it.
+
+    With rows divided, copies of the models, and weights and moments on the host.
+    """
+    options = _options(GRID[1], ranks.world_size)
+    config = make_config(*COMMON, *options)
+    ranks = arranged(ranks, config)
+    models = load_models(config, weights, ranks)
     checkpoints = Checkpoints(out / "checkpoints", run_id="test", keep=9, ranks=ranks)
     step = 0
     if (path := checkpoints.latest()) is not None:
         state = checkpoints.load(path, models)
         assert state["digests"] == [weights_digest(t.module) for t in models.trainees()]
         step = state["step"]
-    assert _step(models, ranks, step + 1).applied
+    assert _step(models, ranks, step + 1, *options).applied
     checkpoints.begin(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
-    assert _step(models, ranks, step + 2).applied  # while the checkpoint is written
+    assert _step(models, ranks, step + 2, *options).applied  # while the checkpoint is written
     assert checkpoints.finished(wait=True) == checkpoints.folder / f"step_{step + 1}"
 
 

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from common.control import Control
 from common.summary import Summary
+from common.wire import Sample
 from tests.live_run import ROOT, LiveRun, assert_nothing_too_old_was_trained
 from tests.recorded import fresh_sample
 from tests.simulated import SimulatedGenerator
@@ -23,8 +25,8 @@ CONFIG = (
 
 
 @contextmanager
-def generating(run: LiveRun, *, delay_s: float = 0.0) -> Iterator[None]:
-    """A simulated generator that holds what was published."""
+def generating(run: LiveRun, *, pause_after: int = -1) -> Iterator[SimulatedGenerator]:
+    """A simulated generator that holds what was published; it pauses after so many samples (and what is due)."""
     control = Control(str(run.url), "live")
 
     def broker() -> str | None:
@@ -32,11 +34,18 @@ def generating(run: LiveRun, *, delay_s: float = 0.0) -> Iterator[None]:
         generator.version = max([generator.version, *(e.version for e in control.entries("learner"))])
         return next((e.address for e in control.entries("broker") if e.address), None)
 
-    generator = SimulatedGenerator(lambda: None, "live", "simulated", make=fresh_sample, delay_s=delay_s)
+    made = count(1)
+
+    def make(*key: int, version: int) -> Sample:
+        if next(made) == pause_after:
+            generator.paused.set()
+        return fresh_sample(*key, version=version)
+
+    generator = SimulatedGenerator(lambda: None, "live", "simulated", make=make)
     generator._address = broker
     try:
         control.register("generator", "simulated")
-        yield
+        yield generator
     finally:
         generator.close()
         control.forget_run()
@@ -86,12 +95,13 @@ def test_a_run_that_goes_on_is_rolled_back_and_its_learner_comes_back(tmp_path: 
     """The learner ends with the exit code after which a supervisor starts it again."""
     run = LiveRun(tmp_path, server=True)
     try:
-        with generating(run, delay_s=0.3):
+        with generating(run, pause_after=4 * 16) as generator:
             broker = run.start("broker", *CONFIG, f"run.dir={run.dir}", "run.max_steps=12")
             learner = run.start("learner")
             run.wait_for_step(4)
             done = roll_back(run, 2)
             assert done.returncode == 0 and "its learner comes back from there" in done.stdout, done.stderr
+            generator.paused.clear()
             run.may_fail.append(learner)
             assert learner.wait(60) == 1
             assert "rolled the run back: the weights of this learner are given up" in run.log(learner)

@@ -39,14 +39,14 @@ def _launch(world_size: int, weights: Path, out: Path) -> dict[str, dict[str, di
         for r in range(world_size)
     ]  # fmt: skip
     try:
-        assert [p.wait(500) for p in ranks] == [0] * world_size
+        assert [p.wait(900) for p in ranks] == [0] * world_size
     finally:
         for p in ranks:
             p.kill()
     return torch.load(out / f"{world_size}.pt")
 
 
-@pytest.mark.timeout(1200)  # waits for many small collectives: slow on a busy machine
+@pytest.mark.timeout(2000)  # waits for many small collectives: slow on a busy machine
 @pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 3, 4), marks=pytest.mark.soak)], ids=str)
 def test_ranks_and_layouts_change_no_gradient_and_no_weight(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     """Also: rank counts may change between checkpoints, ranks skip a step together, families attend over divided

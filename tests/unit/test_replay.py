@@ -241,10 +241,20 @@ def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     recorder.close()
     with pytest.raises(ReplayError, match=r"tokens of 1 steps \(1…1\) were freed"):
         ExactFeed(LedgerRollouts(tmp_path), start=(0, 0), stop=stop)
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
-        db.execute("UPDATE steps SET payloads_kept = 1, version = version * 2")
-    with pytest.raises(ReplayError, match="step 2 was trained at version 2, not 1: the run was rolled back"):
-        ExactFeed(LedgerRollouts(tmp_path), start=(0, 0), stop=stop)
+
+
+def test_what_a_rollback_gave_up_is_not_replayed(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.ledger.checkpoint_valid(recorder.epoch, 0, "step_0")
+    kept = recorder.step()
+    recorder.ledger.checkpoint_valid(recorder.epoch, 1, "step_1")
+    given_up = recorder.step()
+    recorder.ledger.roll_back(1, who="me", at=0.0)
+    recorder.close()
+    with pytest.raises(ReplayError, match=r"row 3 is a rollback.*replay.mode=offline"):
+        ExactFeed(LedgerRollouts(tmp_path), start=(0, 0), stop=threading.Event())
+    there = {g.key for g in LedgerRollouts(tmp_path).complete_groups()}
+    assert there == set(kept.keys) and not there & set(given_up.keys)
 
 
 def test_the_weights_that_the_run_started_from_are_taken(weights: Path, tmp_path: Path) -> None:

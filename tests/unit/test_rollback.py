@@ -57,13 +57,15 @@ def test_the_ledger_goes_on_above_what_it_gave_up(tmp_path: Path) -> None:
     ledger, old = recorder.ledger, recorder.epoch
     leased = ledger.leases_of("simulated")[0]
     ledger.validate(old, 5, 5, 3)
+    ledger.validations[5].num_scored, ledger.validations[5].total = 1, 1.0  # one of three has come
     ready = ledger.counts["train"]["ready"]
     assert ledger.roll_back(2, who="me", at=0.0) == 6
     c = ledger.counters
     assert (c.version, c.step, c.floor, ledger.checkpoint, ledger.abandoned) == (6, 6, 6, 2, [(3, 5)])
     assert ledger.drops["rolled_back"].count == ready + 1 and ledger.outstanding == 0
     assert ledger.cancels == [("simulated", leased.key, "rolled_back")], "its generator is told"
-    assert ledger.validations[5].done, "nobody waits for a validation of weights that are gone"
+    v = ledger.validations[5]
+    assert v.done and (v.num_scored, v.total) == (0, 0.0), "nobody waits for weights that are gone, or scores a part"
     assert "older than the rollback to 6" in str(ledger.refusal(5))
     again = ledger.lease("simulated", "1", 6, 0.0)
     assert (again.prompt, again.attempt) == (min(a.prompt for a in ledger.live.values()), 1), "prompts are tried again"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, FencedError
 from learner import checkpoint, resume, saving
 from learner.checkpoint import Checkpoints, verify
 from learner.loop import Learner
@@ -151,6 +151,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, weights: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file: cannot be written \(rank 0: .*File exists"):
         saving.write_tensors({"rng": models.actor.parameters[0]}, tmp_path / "file", group)
+
+
+def test_a_learner_that_was_replaced_puts_no_checkpoint_in_its_place(learner_of: Callable[..., Learner]) -> None:
+    """Frozen while the next one takes over, it goes on to save."""
+    learner = learner_of("trainer.save_freq=1")
+    learner.step()
+    learner.confirm_saved(wait=True)
+    later = Checkpoints(learner.checkpoints.folder, run_id="test", keep=2, ranks=alone())
+    later.take_over(2)
+    with pytest.raises(FencedError, match="is written by the learner of epoch 2; this one has 1"):
+        learner.step()
+        learner.confirm_saved(wait=True)
+    assert later.steps() == [0, 1]
+    with pytest.raises(FencedError):
+        learner.checkpoints.take_over(1)
 
 
 def test_what_crashes_left_behind_goes_and_a_replaced_checkpoint_gets_its_name_back(
