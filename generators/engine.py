@@ -38,6 +38,8 @@ DIRECT_PATIENCE = 12  # … but for a version that is loaded as it comes: a whol
 PATIENCE = 4  # a child that answers a call not within so many times `weights.timeout_s` hangs, and counts as dead
 
 _log = logging.getLogger(LOGGER)
+# vLLM only says "see above"; its processes write where their launcher writes.
+ENDED = "the engine's process ended; what it said last is on stderr (of a launched run: RUN_DIR/logs/generators.out)"
 
 # Read by vLLM, torch and Hugging Face when they are imported, or at each use.
 _ENVIRONMENT = {
@@ -246,7 +248,8 @@ class Engine:
                         on_progress(len(ids))
         except Exception as e:
             cause = e.__cause__ or e  # vLLM wraps what it does not expect
-            raise EngineError(f"request {request_id}: {type(cause).__name__}: {cause}") from e
+            what = ENDED if self._llm.errored else f"{type(cause).__name__}: {cause}"
+            raise EngineError(f"request {request_id}: {what}") from e
         if last is None or last.finish_reason == "abort":
             raise RequestCancelled(f"request {request_id} was cancelled")
         if last.finish_reason not in ("stop", "length"):
@@ -270,7 +273,7 @@ class Engine:
         except EngineError:
             raise
         except Exception as e:
-            raise EngineError(f"{method}: {type(e).__name__}: {e}") from e
+            raise EngineError(f"{method}: {ENDED if self._llm.errored else f'{type(e).__name__}: {e}'}") from e
 
     async def _answer(self, what: str, call: Awaitable[T], patience_s: float | None = None) -> T:
         """The child's answer to a call. One that does not come in time ends the engine: a frozen child looks alive."""

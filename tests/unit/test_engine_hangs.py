@@ -70,6 +70,23 @@ def test_a_child_that_does_not_answer_while_it_stages_counts_as_dead(tmp_path: P
     asyncio.run(stage())
 
 
+def test_an_engine_that_has_ended_says_where_its_last_words_are(tmp_path: Path) -> None:
+    async def stage() -> None:
+        child = Child()
+
+        async def fail(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+        child.collective_rpc, child.errored = fail, True
+        with pytest.raises(EngineError, match=r"stage: the engine's process ended.*logs/generators\.out"):
+            await make_engine(child, tmp_path).rpc("stage")
+        child.errored = False
+        with pytest.raises(EngineError, match="stage: RuntimeError: EngineCore"):
+            await make_engine(child, tmp_path).rpc("stage")
+
+    asyncio.run(stage())
+
+
 @pytest.mark.parametrize(
     "error", [EngineError("no log-probs"), ValueError("too long"), IndexError(3), DisprovedError(1.0, "canary: other")]
 )
