@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,6 +24,7 @@ from common.tasks import Row, Split, Task, get_task
 from common.wire import pack, unpack
 
 MAX_FAULTS = 20  # rows reported one by one; the others are counted
+MAX_OF_KIND = 3
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -73,11 +75,22 @@ def open_files(paths: list[str], fault_of: Callable[[Any], str | None] | None = 
         if len(part) == 0 and len(faults) == before:
             faults.append(f"{path}: has no rows; remove it from the config or fill it")
         parts.append(part)
-    if len(faults) > MAX_FAULTS:
-        faults[MAX_FAULTS:] = [f"… and {len(faults) - MAX_FAULTS} more bad rows"]
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError(_few(faults))
     return parts[0] if len(parts) == 1 else Chain(parts)
+
+
+def _few(faults: list[str]) -> list[str]:
+    """Of each kind the first, and no more than can be read; the others are counted."""
+    of_kind: Counter[str] = Counter()
+    shown = []
+    for fault in faults:
+        kind = fault.partition(": ")[2]
+        of_kind[kind] += 1
+        if of_kind[kind] <= MAX_OF_KIND and len(shown) < MAX_FAULTS:
+            shown.append(fault)
+    left = len(faults) - len(shown)
+    return [*shown, f"… and {left} more bad rows"] if left else shown
 
 
 def row_fault(row: Any) -> str | None:

@@ -50,7 +50,15 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with JSON's numbers: 5e-4 is a number, 0.5_2 (a pair of thresholds) is text."""
+    """YAML with JSON's numbers: 5e-4 is a number, 0.5_2 (a pair of thresholds) is text. No key comes twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {

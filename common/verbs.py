@@ -123,7 +123,7 @@ def _one_of(kind: str, asked: str | None, there: list[str], remedy: str) -> str:
     if asked is None and len(there) == 1:
         return there[0]
     names = ", ".join(sorted(there)) or f"none; {remedy}"
-    wrong = f"--{kind}: which one?" if asked is None else f"--{kind} {asked}: there is none of that name"
+    wrong = f"--{kind}: which one?" if asked is None else f"--{kind} {asked}: no such {kind}."
     raise ConfigError(f"{wrong} There are: {names}")
 
 

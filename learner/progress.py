@@ -78,13 +78,14 @@ class Progress:
         return cls(**{k: v for k, v in state.items() if k in cls.__dataclass_fields__})
 
     def summary(self, *, ended: str, window: int, dropped: dict[str, int], seconds: float, **more: Any) -> Summary:
+        window = max(1, min(window, self.step // 2))  # first and last do not overlap
         return Summary(
             ended=ended,
             step=self.step,
             steps_given_up=self.given_up,
             version=self.version,
-            score_first=_mean(self.first_scores),
-            score_last=_mean(self.last_scores),
+            score_first=_mean(self.first_scores[:window]),
+            score_last=_mean(self.last_scores[-window:]),
             score_window=window,
             samples_trained=self.samples_trained,
             tokens_trained=self.tokens_trained,

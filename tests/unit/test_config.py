@@ -142,6 +142,8 @@ def test_a_fault_in_a_file_names_the_file(tmp_path):
     assert faults(paths=[path]) == [f"{path}: rollout.temprature: unknown key; did you mean rollout.temperature?"]
     broken = write(tmp_path / "d.yaml", "rollout:\n  n: [2\nx: 1\n")
     assert faults(paths=[broken])[0].startswith(f"{broken}:3: not valid YAML")
+    twice = write(tmp_path / "e.yaml", "data:\n  max_prompt_length: 4\n  max_prompt_length: 5\n")
+    assert faults(paths=[twice]) == [f"{twice}:3: not valid YAML (max_prompt_length is there twice)"]
     assert faults(paths=["/nowhere.yaml"]) == ["/nowhere.yaml: cannot be read (No such file or directory)"]
 
 

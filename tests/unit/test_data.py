@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.config import Config
-from common.data import MAX_FAULTS, open_files, open_rows, row_fault
+from common.data import MAX_OF_KIND, open_files, open_rows, row_fault
 from common.errors import ConfigError
 from common.preflight import checked_config
 
@@ -99,7 +99,10 @@ def test_faults_of_a_row(changes, what):
 def test_many_faults_are_counted_not_listed(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ["[]\n"] * 1_000)
     faults = faults_of(path)
-    assert len(faults) == MAX_FAULTS + 1 and faults[-1] == f"… and {1_000 - MAX_FAULTS} more bad rows"
+    assert len(faults) == MAX_OF_KIND + 1 and faults[-1] == f"… and {1_000 - MAX_OF_KIND} more bad rows"
+    kinds = [json.dumps(row(i, data_source=f"s{i}", reward_model={})) + "\n" for i in range(20)]
+    faults = faults_of(write_lines(tmp_path / "b.jsonl", ["[]\n"] * 500 + kinds))
+    assert len(faults) == 2 * MAX_OF_KIND + 1 and "b.jsonl:501" in faults[MAX_OF_KIND], "another kind is not buried"
 
 
 def test_empty_file_is_a_fault(tmp_path):
