@@ -83,7 +83,7 @@ def open_files(paths: list[str], fault_of: Callable[[Any], str | None] | None = 
 def _few(faults: list[str]) -> list[str]:
     """Of each kind the first, and no more than can be read; the others are counted."""
     of_kind: Counter[str] = Counter()
-    shown = []
+    shown: list[str] = []
     for fault in faults:
         kind = fault.partition(": ")[2]
         of_kind[kind] += 1
