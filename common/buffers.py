@@ -37,10 +37,11 @@ class Watermark:
             self._changed.notify_all()
 
     def wait_for(self, there: int, timeout_s: float) -> None:
-        """Raises WeightError when no more will come, or none came within ``timeout_s``."""
+        """Raises WeightError when no more will come, or nothing has come for ``timeout_s``."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._there >= there or self._fault, timeout_s):
-                raise WeightError(f"{there} bytes of the weights are not there within {timeout_s:g} s")
+            while (before := self._there) < there and not self._fault:
+                if not self._changed.wait_for(lambda: self._there > before or self._fault, timeout_s):
+                    raise WeightError(f"only {before} of {there} bytes of the weights came; none for {timeout_s:g} s")
             if self._there < there:
                 raise WeightError(self._fault)
 

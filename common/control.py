@@ -197,7 +197,7 @@ class Control:
             self._kept["config"] = text
         return text
 
-    def publish_model(self, path: str, digest: str = "") -> None:
+    def publish_model(self, path: str, digest: str) -> None:
         """Tell the generators the folder with the model's config and tokenizer, and the digest of these files."""
         values = {"model": path, "model_files": digest}
         with self._changed:
@@ -211,7 +211,7 @@ class Control:
             return self._view.model
 
     def model_digest(self) -> str:
-        """Of the files that engines start from; empty: whoever announced them did not say."""
+        """Of the files that engines start from; empty before they are announced."""
         with self._changed:
             return self._view.model_files
 

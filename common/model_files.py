@@ -8,10 +8,12 @@ each with its SHA-256. Code never does.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ MAX_FILES = 64
 MAX_FILE_BYTES = 128 << 20
 MAX_TOTAL_BYTES = 256 << 20
 PART_BYTES = 1 << 20
+LEFTOVER_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,17 @@ def list_files(folder: Path) -> Listing:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path={folder}: has no config.json; give a Hugging Face model folder")
     if len(paths) > MAX_FILES or max(sizes) > MAX_FILE_BYTES or sum(sizes) > MAX_TOTAL_BYTES:
+        size, largest = max(zip(sizes, paths, strict=True))
         raise ConfigError(
-            f"model.path={folder}: {len(paths)} files of {sum(sizes) / 1e6:.0f} MB ({', '.join(SUFFIXES)}) beside the "
-            f"weights; at most {MAX_FILES}, {MAX_TOTAL_BYTES >> 20} MB; keep there only config and tokenizer"
+            f"model.path={folder}: {len(paths)} files ({', '.join(SUFFIXES)}) of {_MB(sum(sizes))} beside the weights, "
+            f"the largest {largest.name} of {_MB(size)}; engines start from at most {MAX_FILES} files of at most "
+            f"{_MB(MAX_FILE_BYTES)} each, {_MB(MAX_TOTAL_BYTES)} together; keep there only config and tokenizer"
         )
     return tuple(ModelFile(p.name, n, _sha256(p)) for p, n in zip(paths, sizes, strict=True))
+
+
+def _MB(size: int) -> str:
+    return f"{size / (1 << 20):.4g} MiB"
 
 
 def _travels(name: str) -> bool:
@@ -83,7 +92,7 @@ def _decode(data: bytes) -> Listing:
     """Raises WeightError for what is no list of files that may travel."""
     try:
         files = tuple(ModelFile(str(name), int(size), str(sha)) for name, size, sha in unpack(data))
-    except (TypeError, ValueError, WireError) as e:
+    except (OverflowError, TypeError, ValueError, WireError) as e:
         raise WeightError(f"the learner's list of model files cannot be read ({type(e).__name__}: {e})") from None
     for f in files:
         if not _travels(f.name) or not 0 <= f.size <= MAX_FILE_BYTES:
@@ -148,20 +157,36 @@ def pull_files(ask: Ask, target: Path, digest: str) -> Path:
     if digest_of(files) != digest:
         why = fields.get("detail") or "they are not those that the registry announces"
         raise WeightError(f"the learner's model files cannot be had: {why}")
-    if target.is_dir() and find_difference(target, files) is None:
+    if find_difference(target, files) is None:
         return target
-    fresh = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(fresh, ignore_errors=True)
+    _remove_leftovers(target)
+    fresh = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     fresh.mkdir(parents=True)
     try:
         for f in files:
             _pull_file(ask, fresh, f)
-        if target.is_dir():  # damaged, or another generator of this host was faster
-            shutil.rmtree(target)
-        fresh.rename(target)
+        _put_in_place(fresh, target, files)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return target
+
+
+def _put_in_place(fresh: Path, target: Path, files: Listing) -> None:
+    """The generators of a host do this at the same time; nothing is ever missing for who reads ``target`` already."""
+    try:
+        fresh.rename(target)
+    except OSError:  # it is there: another generator was faster, or it is damaged
+        for f in files:
+            if find_difference(target, (f,)) is not None:
+                (fresh / f.name).replace(target / f.name)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """What pulls have left behind that were killed: nothing was added for an hour."""
+    for left in target.parent.glob(f".{target.name}.*"):
+        with contextlib.suppress(OSError):  # its owner lives after all, and is done
+            if time.time() - left.stat().st_mtime > LEFTOVER_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _pull_file(ask: Ask, folder: Path, file: ModelFile) -> None:

@@ -78,14 +78,19 @@ class KeptGroups:
         self._groups: dict[bytes, tuple[Ticket, Group]] = {}
         self._lock = threading.Lock()
 
+    @staticmethod
+    def lasts(ticket: Ticket) -> bool:
+        """Whether its group serves several transfers; a snapshot's does not."""
+        return ticket.transport in _GROUPS
+
     def keep(self, peer: bytes, ticket: Ticket, group: Group) -> None:
-        """After a transfer that went well. A snapshot's group is made for one transfer, and closed."""
+        """After a transfer that went well. A group that does not last is closed."""
         before = None
         with self._lock:
-            if ticket.transport in _GROUPS:
+            if self.lasts(ticket):
                 before = self._groups.pop(peer, None)
                 self._groups[peer] = (ticket, group)
-        if ticket.transport not in _GROUPS:
+        if not self.lasts(ticket):
             group.close()
         elif before is not None:
             before[1].close()

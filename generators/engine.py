@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from common.canary import Canary
 from common.config import Config
-from common.errors import ConfigError, DisprovedError, EngineError, OtherModelError, RequestCancelled, WeightError
+from common.errors import DisprovedError, EngineError, OtherModelError, RequestCancelled, WeightError
 from common.logs import LOGGER
 from common.sockets import Mailbox
 from generators.member import Swapped
@@ -38,6 +38,8 @@ DIRECT_PATIENCE = 12  # … but for a version that is loaded as it comes: a whol
 PATIENCE = 4  # a child that answers a call not within so many times `weights.timeout_s` hangs, and counts as dead
 
 _log = logging.getLogger(LOGGER)
+# vLLM only says "see above"; its processes write where their launcher writes.
+ENDED = "the engine's process ended; what it said last is on stderr (of a launched run: RUN_DIR/logs/generators.out)"
 
 # Read by vLLM, torch and Hugging Face when they are imported, or at each use.
 _ENVIRONMENT = {
@@ -81,7 +83,7 @@ class Engine:
         self._closed = False
         self._died = False
         self._running: dict[str, str] = {}  # request -> vLLM's id of it
-        self._cancelled: set[str] = set()  # those of them that `cancel` was called for
+        self._cancels: dict[str, asyncio.Event] = {}  # request -> set once `cancel` was called for it
         self._trusted = asyncio.Event()  # cleared while a load is to be proven: no sample leaves
         self._trusted.set()
         self._num_disproofs = 0
@@ -100,8 +102,8 @@ class Engine:
                 socket file in a private folder.
 
         Raises:
-            EngineError: vLLM does not start; its own message is in the text or above on stderr.
-            ConfigError: there is no room for a staged version (``weights.staging``).
+            EngineError: vLLM does not start; its own message is in the text or above on stderr. Or there is no room
+                for a staged version (``weights.staging``) now.
         """
         folder = Path(tempfile.mkdtemp(prefix="leeway-"))
         mailbox = Mailbox((mailbox_address or f"{folder}/events").removeprefix("ipc://"))
@@ -182,28 +184,40 @@ class Engine:
             RequestCancelled: ``cancel`` was called for it.
             EngineError: the engine died, refused the prompt, or has no weights of a known version.
         """
-        while True:
-            self._running[request_id] = request_id
-            try:
+        self._cancels[request_id] = cancelled = asyncio.Event()
+        try:
+            while True:
+                self._running[request_id] = request_id
                 if self.version < 0:  # what it has was disproved, is being loaded, or is about to be proven
-                    await self._trusted.wait()
-                    if request_id in self._cancelled:
-                        raise RequestCancelled(f"request {request_id} was cancelled")
+                    await self._wait_trusted(cancelled)
                 disproofs = self._num_disproofs
                 self._running[request_id] = vllm_id = f"{request_id}~{disproofs}"
-                completion = await self._sample(prompt_ids, temperature, top_p, top_k, max_tokens, vllm_id, on_progress)
-                await self._trusted.wait()
-            except RequestCancelled:
-                if request_id in self._cancelled or disproofs == self._num_disproofs:
-                    raise
-                await self._trusted.wait()
+                try:
+                    completion = await self._sample(
+                        prompt_ids, temperature, top_p, top_k, max_tokens, vllm_id, on_progress
+                    )
+                except RequestCancelled:
+                    if cancelled.is_set() or disproofs == self._num_disproofs:
+                        raise
+                await self._wait_trusted(cancelled)
+                if self._closed:
+                    raise EngineError("the engine was closed")
+                if disproofs == self._num_disproofs:
+                    return completion
+        finally:
+            del self._running[request_id], self._cancels[request_id]
+
+    async def _wait_trusted(self, cancelled: asyncio.Event) -> None:
+        """Until what the engine has counts. Raises RequestCancelled when the request is ``cancelled``."""
+        if not self._trusted.is_set():
+            waits = [asyncio.ensure_future(e.wait()) for e in (self._trusted, cancelled)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                self._running.pop(request_id, None)
-                self._cancelled.discard(request_id)
-            if self._closed:
-                raise EngineError("the engine was closed")
-            if disproofs == self._num_disproofs:
-                return completion
+                for wait in waits:
+                    wait.cancel()
+        if cancelled.is_set():
+            raise RequestCancelled("the request was cancelled")
 
     async def _sample(
         self,
@@ -234,7 +248,8 @@ class Engine:
                         on_progress(len(ids))
         except Exception as e:
             cause = e.__cause__ or e  # vLLM wraps what it does not expect
-            raise EngineError(f"request {request_id}: {type(cause).__name__}: {cause}") from e
+            what = ENDED if self._llm.errored else f"{type(cause).__name__}: {cause}"
+            raise EngineError(f"request {request_id}: {what}") from e
         if last is None or last.finish_reason == "abort":
             raise RequestCancelled(f"request {request_id} was cancelled")
         if last.finish_reason not in ("stop", "length"):
@@ -247,7 +262,7 @@ class Engine:
     async def cancel(self, request_id: str) -> None:
         """End a request early; nothing happens if it is unknown."""
         if request_id in self._running:
-            self._cancelled.add(request_id)
+            self._cancels[request_id].set()
             await self._llm.abort(self._running[request_id])
 
     # ------------------------------------------------------------ weights
@@ -258,7 +273,7 @@ class Engine:
         except EngineError:
             raise
         except Exception as e:
-            raise EngineError(f"{method}: {type(e).__name__}: {e}") from e
+            raise EngineError(f"{method}: {ENDED if self._llm.errored else f'{type(e).__name__}: {e}'}") from e
 
     async def _answer(self, what: str, call: Awaitable[T], patience_s: float | None = None) -> T:
         """The child's answer to a call. One that does not come in time ends the engine: a frozen child looks alive."""
@@ -278,12 +293,12 @@ class Engine:
             return
         where = "host memory" if self._staging == "host" else "device memory of each worker"
         text = f"weights.staging={self._staging}: a version takes {_GB(size)} of {where}"
-        if free is not None and size > free:
-            raise ConfigError(
+        if size is not None and free is not None and size > free:
+            raise EngineError(  # no ConfigError, after which no generator is started again: others may free some
                 f"{text}, {_GB(free)} are free. Free some, or set weights.staging="
                 + ("none (pauses for the transfer)" if self._staging == "device" else "device or none")
             )
-        _log.info("%s (%s free)", text, "?" if free is None else _GB(free))
+        _log.info("%s (%s free)", text, _GB(free))
 
     async def stage(self, *, on_ready: Callable[[], None], manifest: bytes, **transfer: Any) -> int | None:
         """Begin to receive a version; ``on_ready`` is called once the workers wait for the learner.
@@ -440,8 +455,8 @@ def _accepted(answers: list[Any]) -> None:
             raise OtherModelError(text) if word == "other_model" else WeightError(text)
 
 
-def _GB(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+def _GB(size: int | None) -> str:
+    return "an unknown number of bytes" if size is None else f"{size / 1e9:.3g} GB"
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from common.control import Control
 from common.errors import DeadlineError, EngineError, Stopped
 from common.roles import Role, end_process, run_role
-from generators.engine import Engine
+from generators.engine import ENDED, Engine
 from generators.environments import load_environment
 from generators.generator import Generator
 from generators.member import Member
@@ -92,7 +92,7 @@ async def _first_end(role: Role, stop: asyncio.Event, generator: Generator, weig
 
 async def _die_with(engine: Engine) -> None:
     await engine.wait_dead()
-    raise EngineError("the engine's process ended; what it said is above on stderr")
+    raise EngineError(ENDED)
 
 
 async def _miss_learner(role: Role, engine: Engine) -> None:

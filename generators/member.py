@@ -295,7 +295,7 @@ class Member:
         self._send("staged", number=transfer.number, digest=digest)
 
     def _give_up(self, transfer: _Transfer, reason: str) -> None:
-        """Tell the learner; the engine goes on with the weights it has."""
+        """Tell the learner, and what the engine holds now (nothing, if a load as it came was torn)."""
         if self._transfer is transfer:
             self._transfer = None
             self.state = "idle"

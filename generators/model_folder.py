@@ -41,9 +41,9 @@ def model_folder(control: Control, config: Config, run_dir: Path, stop: threadin
     path = control.wait_for_model(deadline_s, stop)
     digest = control.model_digest()
     there = Path(path)
-    if (there / "config.json").is_file() and digest in ("", digest_of(list_files(there))):
+    if _has_these(there, digest):
         return path
-    target = run_dir / "model-files" / (digest or "unnamed")[:16]
+    target = run_dir / "model-files" / digest[:16]
     while True:
         address = control.wait_for(
             "learner", deadline_s=max(0.0, end - time.monotonic()), stop=stop,
@@ -62,6 +62,14 @@ def model_folder(control: Control, config: Config, run_dir: Path, stop: threadin
     _log.info("config and tokenizer of the learner's %s are now in %s", path, target)
     _refuse_code(config, target, path)
     return str(target)
+
+
+def _has_these(folder: Path, digest: str) -> bool:
+    """Whether it is the learner's folder, and not another one that lies at the same place."""
+    try:
+        return (folder / "config.json").is_file() and digest_of(list_files(folder)) == digest
+    except ConfigError:
+        return False
 
 
 def _pull(address: str, target: Path, digest: str) -> None:

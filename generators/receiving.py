@@ -89,8 +89,8 @@ class Line:
 
 
 def receive_bucket(group: Group, bucket: torch.Tensor, index: int, manifest: Manifest) -> None:
-    failpoint("staging.bucket")
     try:
+        failpoint("staging.bucket")
         group.receive(bucket)
     except (RuntimeError, WeightError) as e:
         raise WeightError(f"bucket {index} of {manifest.num_buckets}: {first_line(e)}") from None
@@ -108,10 +108,6 @@ def receive_digests(group: Group, manifest: Manifest) -> torch.Tensor:
 
 def _text(kind: tuple[str, tuple[int, ...]] | None) -> str:
     return "nothing" if kind is None else f"{kind[0]} {list(kind[1])}"
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else str(list(shape))
 
 
 def reason_of(error: Exception) -> str:

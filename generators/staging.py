@@ -176,17 +176,20 @@ class _Following(threading.Thread):
     def __init__(self, buffer: Buffer, filled: Watermark, timeout_s: float) -> None:
         super().__init__(name="digests", daemon=True)
         self._buffer, self._filled, self._timeout_s = buffer, filled, timeout_s
-        self._sealed: Manifest | None = None
+        self._sealed: Manifest | Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
             self._sealed = with_digests(self._buffer, self._filled, 2 * self._timeout_s)
-        except WeightError:
-            pass  # the receiving was torn, and says so
+        except Exception as e:
+            self._sealed = e
 
     def result(self) -> Manifest:
+        """After the last byte. Raises WeightError, or what the digests met with."""
         self.join(self._timeout_s)
+        if isinstance(self._sealed, Exception):
+            raise self._sealed
         if self._sealed is None:
             raise WeightError(f"no digests of what was received within {self._timeout_s:g} s")
         return self._sealed

@@ -26,7 +26,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from common.buffers import Buffer, free_on
-from common.errors import OtherModelError, WeightError
+from common.errors import EngineError, OtherModelError, WeightError
 from common.failpoints import failpoint
 from common.processes import die_with_parent
 from common.sockets import post
@@ -111,7 +111,7 @@ class StagedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             return  # this model's loader does not say; the digests and the first dummy start remain
         missing = self._names - set(loaded)
         if missing:
-            raise WeightError(f"the model has tensors that were not sent: {', '.join(sorted(missing)[:5])}")
+            raise EngineError(f"the model has tensors that were not sent: {', '.join(sorted(missing)[:5])}")
 
 
 def _refresh_tied_head(model: Any, model_config: Any) -> None:
@@ -144,16 +144,16 @@ class WorkerExtension:
     _layout: Layout | None = None
 
     def plan_staging(self, *, staging: str, shared: str) -> list[Any]:
-        """``["planned", bytes of a version, free bytes where it would lie (None: not known)]``."""
+        """``["planned", bytes of a version, free bytes where it would lie]``; None: not known."""
         model = _shapes_of(self.model_config)
         if staging == "none":
             self._layout, self._line = Layout(model), Line()
         else:
             device = self.device if staging == "device" else None
             self._staging = Staging(worker=self.rank, shared=shared, device=device, model=model)
-        numel = sum(math.prod(shape) for shape in (model or {}).values())
+        numel = None if model is None else sum(math.prod(shape) for shape in model.values())
         free = free_on(self.device if staging == "device" else torch.device("cpu"))
-        return ["planned", numel * self.model_config.dtype.itemsize, free]
+        return ["planned", None if numel is None else numel * self.model_config.dtype.itemsize, free]
 
     def stage(self, *, mailbox: str, **transfer: Any) -> list[Any]:
         """Start to receive a version (``Staging.begin``); events go to ``mailbox``.
@@ -198,8 +198,8 @@ class WorkerExtension:
     def load_directly(self, *, manifest: bytes, rank: int, **transfer: Any) -> list[Any]:
         """Without staging: receive a version into the model, while the engine pauses.
 
-        Answers ``loaded`` and the digest; ``refused`` if nothing has changed; ``torn`` if the model is now a
-        mixture, which the next whole version replaces.
+        Answers ``loaded`` and the digest; ``refused`` if nothing has changed; ``torn`` if the transfer broke and
+        the model is now a mixture, which the next whole version replaces. Raises what the load itself meets with.
         """
         assert self._layout is not None, "plan_staging comes first"
         failpoint("worker.load")
@@ -211,7 +211,7 @@ class WorkerExtension:
         try:
             self._load(arriving)
             digest = arriving.check()
-        except (RuntimeError, WeightError) as e:
+        except WeightError as e:
             return ["torn", reason_of(e)]
         finally:
             arriving.close()
@@ -219,7 +219,7 @@ class WorkerExtension:
         return ["loaded", digest]
 
     def _load(self, arriving: Arriving) -> None:
-        """Raises what the transfer raises; the model can be loaded again in any case."""
+        """Raises what the transfer raises, after which the model can be loaded again; or EngineError."""
         self.start_weight_update()
         try:
             self.update_weights({"weights": arriving})

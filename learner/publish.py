@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from common.buffers import Buffer, copy_out, copy_out_as, pack_digests, with_digests
+from common.buffers import Buffer, Watermark, copy_out, copy_out_as, pack_digests, with_digests
 from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
@@ -50,7 +50,6 @@ class _Transfer:
     group: Group | None = None  # kept from the transfer before, or made for this one
     ended: threading.Event = field(default_factory=threading.Event)
     started: bool = False
-    went_well: bool = False
 
 
 class Publisher:
@@ -86,7 +85,7 @@ class Publisher:
         )  # fmt: skip
         self._canary: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary] | None = None
         self._layout: Manifest | None = None
-        self._newest: Version | None = None  # complete, with digests
+        self._newest: Version | None = None  # announced; its bytes and digests may still be on their way
         self._buffers: list[Buffer] = []  # not in use
         self._num_buffers = 0
         self._transfers: dict[int, _Transfer] = {}
@@ -164,7 +163,7 @@ class Publisher:
 
     def _announce(self, version: int, buffer: Buffer, layout: Manifest) -> Version:
         """From now on engines that hold less are sent this version; its bytes follow."""
-        weights = Version(version, buffer, users=1, layout=layout)
+        weights = Version(version, buffer, users=2, layout=layout)  # its digests, and the announcement
         self._post(lambda now: self._announced(weights, now))
         threading.Thread(target=self._seal, args=(weights,), name=f"seal-{version}", daemon=True).start()
         return weights
@@ -304,6 +303,7 @@ class Publisher:
         before, self._newest = self._newest, weights
         if before is not None and before.users == 0:
             self._buffers.append(before.buffer)
+        self._release(weights)
         return self._roster.published(weights.version, now)
 
     def _withdrawn(self, weights: Version) -> list[Action]:
@@ -415,7 +415,11 @@ class Publisher:
         transfer = self._transfers.pop(number, None)
         if transfer is None:
             return
-        transfer.went_well = staged
+        if staged and KeptGroups.lasts(transfer.ticket):
+            # Here, not in the transfer's thread, which may be late: the next PREPARE comes after this.
+            group, transfer.group = transfer.group, None
+            if group is not None:
+                self._kept.keep(transfer.peer, transfer.ticket, group)
         transfer.ended.set()
         if not transfer.started:
             self._transports[transfer.ticket.transport].cancel(transfer.ticket)
@@ -428,13 +432,12 @@ class Publisher:
     # ------------------------------------------------------------ one transfer, in its own thread
     def _stream(self, action: roster.Start, transfer: _Transfer) -> None:
         try:
-            if action.prove:
-                transfer.weights.make_canary(self._canary)
+            proof = self._make_canary_beside(transfer.weights) if action.prove else None
             failpoint("publish.group")
             if transfer.group is None:
                 transport = self._transports[transfer.ticket.transport]
                 transfer.group = transport.open_group(transfer.ticket, action.num_workers)
-            transfer.weights.send(transfer.group, transfer.ended)
+            transfer.weights.send(transfer.group, transfer.ended, proof)
             self._post(lambda now: self._roster.sent(action.number, now))
             # Closing before the engine has all would cut off what is still on its way.
             transfer.ended.wait(2 * self._config.timeout_s)
@@ -442,11 +445,29 @@ class Publisher:
             reason = str(e)
             self._post(lambda now: self._roster.torn(action.number, reason, now))
         finally:
-            if transfer.group is not None and transfer.went_well:
-                self._kept.keep(transfer.peer, transfer.ticket, transfer.group)
-            elif transfer.group is not None:
-                transfer.group.close()
+            with self._lock:
+                group, transfer.group = transfer.group, None
+            if group is not None:
+                group.close()
             self._release(transfer.weights)
+
+    def _make_canary_beside(self, weights: Version) -> Watermark:
+        """Compute the canary in a thread of its own, while buckets are sent; raised to 1 once it is there."""
+        made = Watermark()
+
+        def make() -> None:
+            try:
+                weights.make_canary(self._canary)
+                made.raise_to(1)
+            except Exception as e:
+                made.fail(f"canary: {first_line(e)}")
+            finally:
+                self._release(weights)
+
+        with self._lock:
+            weights.users += 1
+        threading.Thread(target=make, name=f"canary-{weights.version}", daemon=True).start()
+        return made
 
     # ------------------------------------------------------------ threads and ends
     def _post(self, event: Callable[[float], list[Action]]) -> None:

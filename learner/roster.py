@@ -49,7 +49,7 @@ class Start:
     name: str
     version: int
     num_workers: int
-    prove: bool  # the load; its canary is made before the buckets are sent
+    prove: bool  # the load; its canary is made while the buckets are sent
 
 
 @dataclass(frozen=True)

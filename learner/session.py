@@ -113,6 +113,8 @@ class Session:
     # ------------------------------------------------------------ rank 0's own
     def _announce_model(self) -> Path:
         served = served_folder(self.role.config, self.role.run_dir)
+        if self.role.config.replay.rollouts:
+            return served  # no engine starts from it
         files = list_files(served)
         self._files = FileServer(served, files)
         self.role.control.publish_model(str(served), digest_of(files))

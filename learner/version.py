@@ -15,7 +15,7 @@ from common.failpoints import failpoint
 from common.transfer import Group, first_line
 from common.weights import Manifest
 
-SEAL_S = 600.0  # longest time that a version takes to be copied out, and its digests
+SEAL_S = 600.0  # longest time in which no byte more is copied out, and that the digests take after the last
 
 
 @dataclass(eq=False)
@@ -47,8 +47,10 @@ class Version:
             if self.canary is None:
                 self.canary = forward(self.buffer.tensors())
 
-    def send(self, group: Group, ended: threading.Event) -> None:
-        """All buckets, each once it is copied out; then the digests. Raises WeightError."""
+    def send(self, group: Group, ended: threading.Event, proof: Watermark | None = None) -> None:
+        """All buckets, each once it is copied out; then the digests, once ``proof``, if any, is there: with them the
+        version is complete for the engine. Raises WeightError.
+        """
         layout = self.layout
         assert layout is not None
         for index in range(layout.num_buckets):
@@ -58,6 +60,10 @@ class Version:
                 raise WeightError("ended")
             _send(group, self.buffer.bytes[layout.bucket(index)], f"bucket {index} of {layout.num_buckets}")
         self.sealed.wait_for(1, SEAL_S)
+        if proof is not None:
+            proof.wait_for(1, SEAL_S)
+        if ended.is_set():
+            raise WeightError("ended")
         assert self.digests is not None
         _send(group, self.digests, "digests")
 

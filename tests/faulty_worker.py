@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ _refresh_tied_head = worker._refresh_tied_head
 
 
 class _Faulty:
-    """In place of the staged buffer."""
+    """In place of the staged buffer, or of what arrives."""
 
     def __init__(self, weights: Any) -> None:
         self._weights = weights
@@ -76,11 +77,22 @@ class WorkerExtension(worker.WorkerExtension):
         _fault = fault
 
     def load_staged(self, *, version: int) -> str | None:
-        usual = worker.StagedWeights.receive_weights
-        worker.StagedWeights.receive_weights = lambda engine, info: usual(  # type: ignore[method-assign]
-            engine, worker.UpdateInfo(weights=_Faulty(info.weights))  # type: ignore[arg-type]
-        )
-        try:
+        with _faulty_weights():
             return super().load_staged(version=version)
-        finally:
-            worker.StagedWeights.receive_weights = usual  # type: ignore[method-assign]
+
+    def load_directly(self, **transfer: Any) -> list[Any]:
+        with _faulty_weights():
+            return super().load_directly(**transfer)
+
+
+@contextlib.contextmanager
+def _faulty_weights() -> Iterator[None]:
+    usual = worker.StagedWeights.receive_weights
+    worker.StagedWeights.receive_weights = lambda engine, info: usual(  # type: ignore[method-assign]
+        engine,
+        worker.UpdateInfo(weights=_Faulty(info.weights)),  # type: ignore[arg-type]
+    )
+    try:
+        yield
+    finally:
+        worker.StagedWeights.receive_weights = usual  # type: ignore[method-assign]

@@ -51,7 +51,7 @@ def main(role):
         raise LeewayError("model.path=/nowhere: cannot be loaded")
     control.register("learner", role.name, address="tcp://127.0.0.1:1", state="warms up")
     control.wait_for("broker", deadline_s=30, stop=role.stop)
-    control.publish_model("/model")
+    control.publish_model("/model", "9f86")
     writer = MetricsWriter(role.run_dir, role.config)
     step = 1
     while step <= role.config.run.max_steps and not role.stop.wait(0.02):

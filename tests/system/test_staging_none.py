@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+import generators.engine
 from common.buffers import Buffer, copy_out, pack_digests, with_digests
 from common.config import Config
-from common.errors import OtherModelError, WeightError
+from common.errors import EngineError, OtherModelError, WeightError
 from common.transfer import StoreTransport
 from common.weights import encode_manifest
 from tests import models
@@ -24,7 +25,11 @@ NONE = WEIGHTS.model_copy(update={"staging": "none"})
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     config = Config.model_validate({**CONFIG.model_dump(), "weights": NONE.model_dump()})
-    b = Bench(tmp_path_factory.mktemp("none"), NONE, config)
+    usual = generators.engine._engine_args
+    faulty = {"worker_extension_cls": "tests.faulty_worker.WorkerExtension"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generators.engine, "_engine_args", lambda *args: usual(*args) | faulty)
+        b = Bench(tmp_path_factory.mktemp("none"), NONE, config)
     yield b
     b.close()
 
@@ -132,3 +137,12 @@ def test_another_model_is_refused_by_tensor_name_on_both_sides(bench: Bench) -> 
     bench.task = asyncio.run_coroutine_threadsafe(bench.run(bench._join()).run(), bench.loop)
     bench.publisher.wait_held(bench.version, timeout_s=20)
     assert largest_difference(model, bench.run(bench.sample(20))) < 1e-4
+
+
+def test_a_layer_that_does_not_come_ends_the_engine_by_its_names(bench: Bench) -> None:
+    """Sent again it would lack the same, and each time the engine would pause."""
+    bench.run(bench.engine.rpc("set_fault", fault="missing_layer"))
+    bench.push(9, wait=False)
+    with pytest.raises(EngineError, match=r"tensors that were not sent: .*layers\.1\."):
+        bench.task.result(30)
+    assert bench.engine.dead

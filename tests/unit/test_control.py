@@ -96,7 +96,7 @@ def test_waits_end_when_told_to_stop(join):
 def test_model_desired_state_limits_and_events(join):
     a, b = join(), join()
     assert (a.desired(), a.limit("staleness.max"), a.model()) == ("running", None, None)
-    a.publish_model("/run/model")
+    a.publish_model("/run/model", "9f86")
     a.set_desired("paused", "alice")
     a.set_limit("staleness.max", 3, "alice")
     assert b.wait_for_model(5) == "/run/model"
@@ -143,7 +143,7 @@ def test_redis_lost_and_back_empty(tmp_path):
     try:
         worker.register("learner", "learner", address="tcp://127.0.0.1:9")
         worker.store_config('{"a": 1}')
-        worker.publish_model("/m")
+        worker.publish_model("/m", "9f86")
         worker.set_desired("paused", "bob")
         watcher.wait_for("learner", deadline_s=5)
 

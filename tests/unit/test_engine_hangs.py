@@ -11,7 +11,8 @@ import pytest
 
 from common.canary import Canary
 from common.config import Config
-from common.errors import ConfigError, DisprovedError, EngineError, WeightError
+from common.errors import DisprovedError, EngineError, RequestCancelled, WeightError
+from common.logs import LOGGER
 from generators.engine import Engine
 
 CONFIG = Config.model_validate({"model": {"toy": True}, "weights": {"timeout_s": 0.05}})
@@ -69,6 +70,23 @@ def test_a_child_that_does_not_answer_while_it_stages_counts_as_dead(tmp_path: P
     asyncio.run(stage())
 
 
+def test_an_engine_that_has_ended_says_where_its_last_words_are(tmp_path: Path) -> None:
+    async def stage() -> None:
+        child = Child()
+
+        async def fail(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+        child.collective_rpc, child.errored = fail, True
+        with pytest.raises(EngineError, match=r"stage: the engine's process ended.*logs/generators\.out"):
+            await make_engine(child, tmp_path).rpc("stage")
+        child.errored = False
+        with pytest.raises(EngineError, match="stage: RuntimeError: EngineCore"):
+            await make_engine(child, tmp_path).rpc("stage")
+
+    asyncio.run(stage())
+
+
 @pytest.mark.parametrize(
     "error", [EngineError("no log-probs"), ValueError("too long"), IndexError(3), DisprovedError(1.0, "canary: other")]
 )
@@ -110,6 +128,41 @@ def test_a_proof_that_comes_too_late_proves_nothing(tmp_path: Path) -> None:
     asyncio.run(swap())
 
 
+@pytest.mark.parametrize("where", ["before it is sampled", "while it is proven", "after it was disproved"])
+def test_a_request_that_waits_for_a_trusted_load_can_be_cancelled(where: str, tmp_path: Path) -> None:
+    async def cancel() -> None:
+        engine = make_engine(Child(), tmp_path)
+        sampled = asyncio.Event()
+
+        async def sample(*args: Any) -> Any:
+            assert not sampled.is_set(), "it was sampled again"
+            sampled.set()
+            engine._trusted.clear()
+            if where == "after it was disproved":
+                await engine._distrust()
+                raise RequestCancelled("vLLM has aborted it")
+
+        engine._sample = sample  # type: ignore[method-assign]
+        if where == "before it is sampled":
+            engine._trusted.clear()
+            sampled.set()
+        else:
+            engine.version = 1
+        request = asyncio.create_task(
+            engine.generate([3], temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4, request_id="r")
+        )
+        await asyncio.sleep(0)
+        await asyncio.wait_for(sampled.wait(), 5)
+        assert list(engine._running) == ["r"]
+        await engine.cancel("r")
+        with pytest.raises(RequestCancelled):
+            await asyncio.wait_for(request, 5)
+        assert not engine._running and not engine._trusted.is_set()
+        await engine.cancel("r")  # unknown now
+
+    asyncio.run(cancel())
+
+
 @pytest.mark.parametrize(
     ("staging", "says"),
     [
@@ -118,17 +171,26 @@ def test_a_proof_that_comes_too_late_proves_nothing(tmp_path: Path) -> None:
         ("none", ""),
     ],
 )
-def test_a_version_that_will_not_fit_ends_the_engine_at_its_start(staging: str, says: str, tmp_path: Path) -> None:
+def test_a_version_that_will_not_fit_ends_the_engine_at_its_start(
+    staging: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = Config.model_validate({"model": {"toy": True}, "weights": {"staging": staging}})
 
-    async def plan(free: int) -> None:
+    async def plan(size: int | None, free: int | None) -> None:
         child = Child()
-        child.collective_rpc = child._call("rpc", [["planned", 3_100_000_000, free]])
+        child.collective_rpc = child._call("rpc", [["planned", size, free]])
         await make_engine(child, tmp_path, config)._plan_staging()
 
-    asyncio.run(plan(3_100_000_000))
+    asyncio.run(plan(3_100_000_000, 3_100_000_000))
     if says:
-        with pytest.raises(ConfigError, match=says):
-            asyncio.run(plan(2_000_000_000))
+        with pytest.raises(EngineError, match=says) as error:
+            asyncio.run(plan(3_100_000_000, 2_000_000_000))
+        assert error.value.exit_code == 1  # started again: the memory may be free then
     else:
-        asyncio.run(plan(2_000_000_000))
+        asyncio.run(plan(3_100_000_000, 2_000_000_000))
+    caplog.clear()
+    with caplog.at_level("INFO", logger=LOGGER):
+        asyncio.run(plan(None, 2_000_000_000))
+        asyncio.run(plan(3_100_000_000, None))
+    texts = [r.getMessage() for r in caplog.records]
+    assert "an unknown number of bytes" in texts[0] and "3.1 GB" in texts[1] and len(texts) == 2

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.config import Config
 from common.errors import ConfigError, WeightError
 from common.model_files import (
     MAX_FILES,
@@ -21,6 +25,7 @@ from common.model_files import (
     pull_files,
 )
 from common.wire import CONTROL_OPS, decode, encode, pack
+from generators import model_folder
 
 
 @pytest.fixture
@@ -57,6 +62,40 @@ def test_config_and_tokenizer_travel_and_nothing_else(folder: Path, tmp_path: Pa
     assert find_difference(pull_files(ask, target, digest_of(files)), files) is None  # damaged: pulled again
 
 
+def test_generators_of_a_host_that_pull_at_the_same_time_disturb_nobody(folder: Path, tmp_path: Path) -> None:
+    """The second one begins and ends while the first still pulls."""
+    files, target = list_files(folder), tmp_path / "run" / "x"
+    server, seen = FileServer(folder, files), []
+
+    def last_part(fields: dict[str, Any]) -> bool:
+        return bool(fields["name"] == "tokenizer.model" and fields["offset"] == PART_BYTES)
+
+    def answer(op: str, fields: dict[str, Any]) -> list[bytes]:
+        if op == "file" and last_part(fields) and not seen:
+            seen.append(pull_files(asking(server.answer), target, digest_of(files)))
+            seen.extend(p.stat().st_ino for p in (target, *sorted(target.iterdir())))
+        return server.answer(op, fields)
+
+    assert pull_files(asking(answer), target, digest_of(files)) == target
+    assert seen == [target, *(p.stat().st_ino for p in (target, *sorted(target.iterdir())))]  # the second one's files
+    (target / "config.json").write_text("[]")
+    pull_files(asking(server.answer), target, digest_of(files))
+    kept = [p.stat().st_ino for p in (target, target / "chat_template.jinja", target / "tokenizer.model")]
+    assert kept == [seen[1], seen[2], seen[4]] and find_difference(target, files) is None  # only what was damaged
+    assert [p.name for p in target.parent.iterdir()] == ["x"]
+
+
+def test_what_a_killed_pull_has_left_is_removed_after_an_hour(folder: Path, tmp_path: Path) -> None:
+    files, target = list_files(folder), tmp_path / "run" / "x"
+    old, fresh = target.with_name(".x.old"), target.with_name(".x.fresh")
+    for left in (old, fresh):
+        left.mkdir(parents=True)
+        (left / "config.json").write_text("{}")
+    os.utime(old, (0, 0))
+    pull_files(asking(FileServer(folder, files).answer), target, digest_of(files))
+    assert sorted(p.name for p in target.parent.iterdir()) == [".x.fresh", "x"]
+
+
 @pytest.mark.parametrize(
     "name",
     ["../config.json", "/etc/x.json", "a/b.json", "..", ".json", "model.py", "x.safetensors", "a\x00.json", "A" * 200],
@@ -78,13 +117,39 @@ def test_lists_out_of_bounds_or_unreadable_are_refused(folder: Path, tmp_path: P
             pull_files(
                 asking(lambda op, fields, data=listing: encode("file_list", _encode(data))), tmp_path / "x", "any"
             )
-    for junk in (b"", b"\xc1", pack({"a": 1}), pack([["a.json", 3]])):
+    for junk in (b"", b"\xc1", pack({"a": 1}), pack([["a.json", 3]]), pack([["a.json", float("inf"), ""]])):
         with pytest.raises(WeightError, match=r"cannot be read|cannot be had"):
             pull_files(asking(lambda op, fields, data=junk: encode("file_list", data)), tmp_path / "x", "any")
     for i in range(MAX_FILES):
         (folder / f"extra{i}.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"keep there only config and tokenizer"):
+    says = r"67 files .* largest tokenizer\.model of 1\.28 MiB; .* 64 files of at most 128 MiB each"
+    with pytest.raises(ConfigError, match=says):
         list_files(folder)
+
+
+def test_another_folder_at_the_learners_path_is_left_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, digest = FileServer(folder, list_files(folder)), digest_of(list_files(folder))
+    monkeypatch.setattr(model_folder, "_pull", lambda address, *args: pull_files(asking(server.answer), *args))
+
+    def find(there: Path) -> str:
+        control: Any = SimpleNamespace(
+            wait_for_model=lambda *args: str(there), model_digest=lambda: digest,
+            wait_for=lambda *args, **kwargs: SimpleNamespace(address="learner"),
+        )  # fmt: skip
+        return model_folder.model_folder(control, Config(), tmp_path / "run", threading.Event())
+
+    pulled = str(tmp_path / "run" / "model-files" / digest[:16])
+    other = tmp_path / "other"
+    assert find(folder) == str(folder) and find(other) == pulled
+    other.mkdir()
+    assert find(other) == pulled
+    (other / "config.json").write_text("{}")
+    assert find(other) == pulled
+    for i in range(MAX_FILES):
+        (other / f"log{i}.txt").write_text("x")
+    assert find(other) == pulled  # too much to be the learner's
 
 
 def test_what_comes_otherwise_than_announced_leaves_nothing(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import torch
 
 import common.buffers
 import common.memory
-from common.buffers import Buffer, copy_out, pack_digests, with_digests
+from common.buffers import Buffer, Watermark, copy_out, pack_digests, with_digests
 from common.errors import OtherModelError, WeightError
 from common.snapshot import SnapshotTransport
 from common.weights import encode_manifest, lay_out
 from generators.receiving import Layout
-from generators.staging import Staging
+from generators.staging import Staging, _Following
 
 TIMEOUT_S = 5.0
 
@@ -137,3 +138,30 @@ def test_what_does_not_fit_is_refused_with_both_figures(tmp_path: Path, monkeypa
     monkeypatch.undo()
     free = common.memory.free_bytes()
     assert free is None or 1 << 20 < common.memory.free_bytes(tmp_path) <= 2 * free
+
+
+def test_a_tensor_may_come_slowly_as_long_as_it_comes() -> None:
+    buffer, timeout_s, steps = Buffer(), 0.75, 20
+    copy_out([("w", torch.arange(steps * 1000.0))], buffer, bucket_bytes=4000)
+    filled = Watermark()
+    following = _Following(buffer, filled, timeout_s)
+    start = time.monotonic()
+    for step in range(steps):
+        time.sleep(0.1)  # all of them: more than the wait for any one of them
+        filled.raise_to((step + 1) * 4000)
+    assert time.monotonic() - start > 2 * timeout_s
+    assert following.result().digests == with_digests(buffer).digests
+
+
+def test_what_ends_the_digests_is_told() -> None:
+    buffer = Buffer()
+    copy_out([("w", torch.ones(1000)), ("b", torch.ones(7))], buffer, bucket_bytes=1024)
+    stalled = _Following(buffer, filled := Watermark(), 0.05)
+    filled.raise_to(1024)
+    stalled.join(5)
+    with pytest.raises(WeightError, match=r"only 1024 of 4000 bytes of the weights came; none for 0\.1 s"):
+        stalled.result()
+    torn = _Following(buffer, filled := Watermark(), 5)
+    filled.fail("torn")
+    with pytest.raises(WeightError, match="torn"):
+        torn.result()

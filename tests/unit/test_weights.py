@@ -100,7 +100,7 @@ def test_others_may_read_what_is_copied_out_already() -> None:
             seen.append((name, buffer.bytes.view(torch.float32).tolist()))
             yield name, tensor
         filled.wait_for(512, 0)
-        with pytest.raises(WeightError, match="513 bytes of the weights are not there within 0 s"):
+        with pytest.raises(WeightError, match="only 512 of 513 bytes of the weights came; none for 0 s"):
             filled.wait_for(513, 0)
 
     assert copy_out_as(layout, watched(), buffer, filled) == []
