@@ -530,6 +530,10 @@ def combination_faults(c: Config) -> list[str]:
         bool(c.model.path) == c.model.toy,
         "model.path: give exactly one of model.path=FOLDER and model.toy=true",
     )
+    refuse(
+        c.trainer.test_freq > 0 and bool(c.data.train_files) and not c.data.val_files and not c.replay.rollouts,
+        f"trainer.test_freq={c.trainer.test_freq}: there are no held-out prompts; give data.val_files, or set it to -1",
+    )
     no_prompts = not c.data.train_files and not c.data.task
     refuse(
         no_prompts and c.replay.rollouts is not None and c.model.warmup.steps > 0,

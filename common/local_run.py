@@ -90,7 +90,7 @@ class LocalRun:
         self.config = config
         self.folder = Path(config.run.dir or "")
         self.supervisor = Supervisor(self.folder / "logs", config.run.max_restarts)
-        self.supervisor.on_change = self._write_run_file
+        self._taken_over = False  # before that a verb must not find another run here
         self._url = ""
         self._started = time.time()
 
@@ -100,14 +100,14 @@ class LocalRun:
         continued = preflight.is_continued(self.folder)
         (self.folder / "logs").mkdir(exist_ok=True)
         self._log_to_file()
-        preflight.save_config(self.config, self.folder)
         self._handle_signals()
         try:
             return self._execute(continued)
         finally:
             self.supervisor.kill_all()
             self._remove_rendezvous()
-            self._write_run_file()
+            if self._taken_over:
+                self._write_run_file()
             lock.close()
 
     def _execute(self, continued: bool) -> int:
@@ -115,6 +115,10 @@ class LocalRun:
         control = Control(self._url, str(self.config.run.id))
         try:
             self._take_over(control)
+            preflight.save_config(self.config, self.folder)
+            self._taken_over = True
+            self.supervisor.on_change = self._write_run_file
+            self._write_run_file()
             self.supervisor.on_restart = lambda name, what: control.event("launcher", f"{name}: {what}")
             self.console = make_console(self.config, self.folder, control.entries, control.desired)
             verb = "continues" if continued else "starts"
@@ -259,7 +263,7 @@ class LocalRun:
 
     def _report(self, outcome: Outcome) -> int:
         """The summary, and last of all the error if there is one."""
-        summary = Summary.read(self.folder)
+        summary = Summary.read(self.folder, newer_than=self._started)
         if summary is not None and summary.step > 0:
             print(summary.paragraph(self.folder), flush=True)
         if not outcome.gave_up or outcome.end is None:

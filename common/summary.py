@@ -43,9 +43,11 @@ class Summary:
         os.replace(fresh, path)
 
     @classmethod
-    def read(cls, run_dir: Path | str) -> Summary | None:
-        """The summary of a run; None if there is none that can be read."""
+    def read(cls, run_dir: Path | str, *, newer_than: float = 0.0) -> Summary | None:
+        """The summary of a run; None if there is none that can be read, or it is of before (Unix seconds)."""
         try:
+            if (Path(run_dir) / FILE).stat().st_mtime < newer_than:
+                return None
             tree = json.loads((Path(run_dir) / FILE).read_text(encoding="utf-8"))
             return cls(**{k: v for k, v in tree.items() if k in cls.__dataclass_fields__})
         except (OSError, ValueError, TypeError, AttributeError):

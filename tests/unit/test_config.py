@@ -297,3 +297,9 @@ def test_an_unknown_option_is_refused():
 def test_an_unwritable_run_directory_is_refused_even_to_root():
     [fault] = faults("run.dir=/proc/nowhere", check=checked_config)
     assert fault.startswith("run.dir=/proc/nowhere: cannot write in /proc")
+
+
+def test_validation_needs_held_out_prompts():
+    own = ["data.task=null", "data.train_files=a.jsonl", "trainer.test_freq=5"]
+    assert [f for f in faults(*own) if "no held-out prompts; give data.val_files" in f]
+    assert load_config([], [*GOOD, *own, "data.val_files=b.jsonl"]).trainer.test_freq == 5
