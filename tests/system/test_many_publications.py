@@ -21,7 +21,7 @@ from tests.system.test_engine import CONFIG, PROMPT, WEIGHTS, largest_difference
 
 pytestmark = pytest.mark.engine
 STAGINGS = ("device", "none", "host")  # of the first engine, the second, the third
-LANES, MAX_TOKENS, CHECKED = 16, 200, 150
+LANES, MAX_TOKENS, CHECKED = 16, 200, 60
 
 
 class Lane:
@@ -100,7 +100,7 @@ def _check(completions: list[Completion], model_of: Any) -> None:
     mixed = [c for c in completions if len(c.spans) > 1]
     assert mixed, "no request saw two versions"
     step = max(1, len(completions) // CHECKED)
-    for c in [*completions[::step], *mixed[:50]]:
+    for c in [*completions[::step], *mixed[:30]]:
         assert [v for v, _, _ in c.spans] == sorted({v for v, _, _ in c.spans})
         for version, start, end in c.spans:
             assert largest_difference(model_of(version), c, (start, end)) < 1e-4
