@@ -179,7 +179,13 @@ def why(place: Place) -> int:
 @contextlib.contextmanager
 def _running(place: Place) -> Iterator[Control]:
     """The control of a run that has processes. Raises ControlError if it has none."""
-    control = _connect(place)
+    try:
+        control = _connect(place)
+    except ControlError as e:
+        summary = Summary.read(place.folder) if place.folder else None
+        if summary is not None and summary.ended:
+            raise ControlError(f"run {place.run_id} has ended ({summary.ended}); start it again to go on") from e
+        raise
     try:
         if not control.entries():
             raise ControlError(f"run {place.run_id}: no process of it is running")

@@ -163,7 +163,7 @@ class Publisher:
 
     def _announce(self, version: int, buffer: Buffer, layout: Manifest) -> Version:
         """From now on engines that hold less are sent this version; its bytes follow."""
-        weights = Version(version, buffer, users=1, layout=layout)
+        weights = Version(version, buffer, users=2, layout=layout)  # its digests, and the announcement
         self._post(lambda now: self._announced(weights, now))
         threading.Thread(target=self._seal, args=(weights,), name=f"seal-{version}", daemon=True).start()
         return weights
@@ -303,6 +303,7 @@ class Publisher:
         before, self._newest = self._newest, weights
         if before is not None and before.users == 0:
             self._buffers.append(before.buffer)
+        self._release(weights)
         return self._roster.published(weights.version, now)
 
     def _withdrawn(self, weights: Version) -> list[Action]:
