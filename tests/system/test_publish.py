@@ -419,17 +419,17 @@ def test_joining_while_a_transfer_runs(bench: Bench, index: int) -> None:
 
 @pytest.mark.parametrize("index", sampled(BUCKETS, 1))
 def test_leaving_while_a_transfer_runs(bench: Bench, index: int) -> None:
-    publisher = bench.publisher()
-    a, b = bench.receiver("a"), bench.receiver("b", f"staging.bucket:{index}:delay=0.3")
-    until(lambda: len(publisher.members()) == 2, 5, "both members")
+    publisher = bench.publisher(config=PATIENT)
+    a, b = bench.receiver("a"), bench.receiver("b", f"staging.bucket:{index}:delay=5")
+    until(lambda: len(publisher.members()) == 2, PATIENCE_S, "both members")
     publisher.publish(0, weights_of(0))
-    until(lambda: any(m.name == "b" and m.state == "sending" for m in publisher.members()), 5, "the transfer")
+    until(lambda: any(m.name == "b" and m.state == "sending" for m in publisher.members()), PATIENCE_S, "the transfer")
     b.send_signal(signal.SIGTERM)
-    bench.wait_note("b left", TIMEOUT_S)
+    bench.wait_note("b left", PATIENCE_S)
     assert "b: version 0 not delivered: it left" in bench.notes
-    a.wait_held(0, TIMEOUT_S)
-    assert publisher.wait_held(0, timeout_s=TIMEOUT_S) == ["a"]
-    assert b.process.wait(10) == 0
+    a.wait_held(0)
+    assert publisher.wait_held(0, timeout_s=PATIENCE_S) == ["a"]
+    assert b.process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("point", sampled(LEARNER_POINTS, 2))
@@ -506,15 +506,18 @@ def test_a_canary_is_made_while_the_buckets_are_sent(bench: Bench, monkeypatch: 
 
 
 def test_slow_engines_give_way_when_their_transfers_hold_all_the_memory(bench: Bench) -> None:
-    publisher = bench.publisher()
-    # Each takes 1.5 s for every bucket, from its first version on, its second one, its third one.
-    slow = [bench.receiver(f"slow{i}", f"staging.bucket:{i * NUM_BUCKETS + 1}:delay=1.5") for i in range(3)]
-    until(lambda: len(publisher.members()) == 3, 5, "the members")
+    publisher = bench.publisher(config=PATIENT)
+    # Each takes 3 s for every bucket, from its first version on, its second one, its third one.
+    slow = [bench.receiver(f"slow{i}", f"staging.bucket:{i * NUM_BUCKETS + 1}:delay=3") for i in range(3)]
+    until(lambda: len(publisher.members()) == 3, PATIENCE_S, "the members")
     for version in range(3):
         publisher.publish(version, weights_of(version))
         for receiver in slow[version + 1 :]:
             receiver.wait_held(version)
-    until(lambda: [m.sending for m in publisher.members() if m.state == "sending"] == [0, 1, 2], 1, "three transfers")
+    until(
+        lambda: [m.sending for m in publisher.members() if m.state == "sending"] == [0, 1, 2],
+        PATIENCE_S, "three transfers",
+    )  # fmt: skip
     publisher.publish(3, weights_of(3))
-    assert bench.wait_note("too slow", 1).startswith("slow0: version 0 not delivered")
+    assert bench.wait_note("too slow", PATIENCE_S).startswith("slow0: version 0 not delivered")
     assert not any("slow2" in note and "too slow" in note for note in bench.notes)
