@@ -23,17 +23,17 @@ STEPS = 16
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
-    """The quick start for some steps, seen to its end."""
+    """The quick start for some steps, seen to its end. Its engines are so small that the learner waits for them."""
     run = LiveRun(tmp_path_factory.mktemp("light"))
     launcher = run.start(
-        "run", *run.settings(f"run.max_steps={STEPS}", "trainer.test_freq=8", "rollout.max_num_seqs=16")
+        "run", *run.settings(f"run.max_steps={STEPS}", "trainer.test_freq=8", "rollout.max_num_seqs=6")
     )
     try:
         run.wait_for_step(3)
         run.listening = {  # type: ignore[attr-defined]
             c.laddr.ip for p in run.below() for c in p.net_connections() if c.status == psutil.CONN_LISTEN
         }
-        assert launcher.wait(200) == 0, run.log(launcher)[-3000:]
+        assert launcher.wait(270) == 0, run.log(launcher)[-3000:]
         yield run
     finally:
         run.close()
