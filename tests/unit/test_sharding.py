@@ -187,6 +187,8 @@ def test_where_all_memory_is_the_hosts_nothing_moves_and_that_is_said(
 def test_compiled_layers_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """aot_eager: the same graphs, which PyTorch's own kernels run."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # engines in this process have turned it off
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     folder = initial_weights(tmp_path, make_config())
