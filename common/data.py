@@ -67,6 +67,9 @@ def open_files(paths: list[str], fault_of: Callable[[Any], str | None] | None = 
     parts: list[Rows] = []
     for path in paths:
         before = len(faults)
+        if Path(path).is_dir():
+            faults.append(f"{path}: is a folder; name its files, as a list")
+            continue
         try:
             part = _open_file(path, faults, fault_of or row_fault)
         except OSError as e:
