@@ -59,7 +59,7 @@ class FollowingGenerator:
 def live(tmp_path: Path) -> Iterator[LiveRun]:
     run = LiveRun(tmp_path, server=True)
     config = run.settings(
-        "run.max_steps=60", "model.warmup.steps=2", "generators.count=0", f"trainer.save_freq={SAVE_FREQ}",
+        "run.max_steps=1000", "model.warmup.steps=2", "generators.count=0", f"trainer.save_freq={SAVE_FREQ}",
         "trainer.test_freq=-1", "trainer.logger=[]", "data.train_batch_size=4", "rollout.n=4",
         "actor.ppo_mini_batch_size=2",
     )  # fmt: skip
