@@ -20,6 +20,7 @@ from typing import Any
 from common.canary import Canary
 from common.errors import LeewayError
 from common.processes import die_with_parent
+from common.roles import end_process
 from common.sockets import Mailbox, post
 from common.wire import encode
 from generators.arriving import Arriving
@@ -113,4 +114,8 @@ async def main(name: str, address_file: str, model: str = "", staging: str = "ho
 
 if __name__ == "__main__":
     die_with_parent()
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except SystemExit as e:
+        end_process(int(e.code or 0))
+    end_process(0)  # as a generator does: a thread may still be in a transfer
