@@ -52,9 +52,9 @@ def resume(learner: Learner, attached: Any, *, begun: str = "") -> None:
         return
     redo_from(learner, path, attached)
     learner.feed.checkpoint_valid(step=learner.saved, path=str(path))
-    # It may have died in saving these very steps, and what is redone is to stay bounded. After a rollback a crash
-    # shall find it, whatever becomes of the checkpoint gone back to.
-    learner.save(wanted=learner.progress.step == learner.progress.rolled_back_at)
+    # It may have died in saving these very steps, again and again: this waits, so that what is redone stays bounded.
+    # After a rollback a crash shall find it, whatever becomes of the checkpoint gone back to.
+    learner.save(wanted=learner.progress.step == learner.progress.rolled_back_at, wait=True)
 
 
 def resume_from_path(learner: Learner, attached: Any) -> None:
