@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import hashlib
-import json
 import os
 import socket
 import sys
@@ -26,13 +24,13 @@ from broker.records import NEVER, Rules
 from broker.store import Store
 from common.archive import LEDGER, Archive
 from common.config import Config
-from common.errors import ConfigError, DeadlineError, LedgerError, LeewayError
+from common.errors import CheckpointError, ConfigError, DeadlineError, LedgerError, LeewayError
+from common.hashes import MANIFEST, verify
 from common.preflight import CONFIG_FILE, occupy
 from common.sockets import Dealer
 from common.wire import LEARNER_OPS, decode, encode
 
 BROKER_S = 15.0
-MANIFEST = "manifest.json"  # of a checkpoint: size and SHA-256 of each file; written last
 
 
 def main(argv: list[str]) -> int:
@@ -142,26 +140,15 @@ def checked_step(folder: Path, to: int | None) -> int:
         raise ConfigError(f"{folder}: step {to} was given up by an earlier rollback; {choices}")
     if to not in whole:
         raise ConfigError(f"{folder}: step {to} has no valid checkpoint; {choices}")
-    if fault := fault_of(checkpoint(folder, to)):
-        raise ConfigError(f"{fault}; choose another step; {choices}")
+    try:
+        verify(checkpoint(folder, to))
+    except CheckpointError as e:
+        raise ConfigError(f"{e}; choose another step; {choices}") from e
     return to
 
 
 def checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step}"
-
-
-def fault_of(path: Path) -> str | None:
-    """Why a checkpoint is not what was written; None: it is whole."""
-    try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, expected in files.items():
-            with open(path / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    return f"{path / name}: is damaged"
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        return f"{path}: is not whole ({e})"
-    return None
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, WeightError, WireError
+from common.hashes import sha256
 from common.wire import encode, pack, unpack
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
@@ -63,7 +64,7 @@ def list_files(folder: Path) -> Listing:
             f"the largest {largest.name} of {_MB(size)}; engines start from at most {MAX_FILES} files of at most "
             f"{_MB(MAX_FILE_BYTES)} each, {_MB(MAX_TOTAL_BYTES)} together; keep there only config and tokenizer"
         )
-    return tuple(ModelFile(p.name, n, _sha256(p)) for p, n in zip(paths, sizes, strict=True))
+    return tuple(ModelFile(p.name, n, sha256(p)) for p, n in zip(paths, sizes, strict=True))
 
 
 def _MB(size: int) -> str:
@@ -72,11 +73,6 @@ def _MB(size: int) -> str:
 
 def _travels(name: str) -> bool:
     return bool(NAME.fullmatch(name)) and name.endswith(SUFFIXES) and not NOT_SENT.search(name)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def digest_of(files: Listing) -> str:
@@ -112,7 +108,7 @@ def find_difference(folder: Path, files: Listing) -> str | None:
         path = folder / f.name
         if not path.is_file():
             return f"{f.name} is missing"
-        if path.stat().st_size != f.size or _sha256(path) != f.sha256:
+        if path.stat().st_size != f.size or sha256(path) != f.sha256:
             return f"{f.name} is another"
     return None
 

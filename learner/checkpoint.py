@@ -32,14 +32,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from common.errors import CheckpointError, DeadlineError, FencedError
+from common.hashes import MANIFEST, sha256, verify
 from common.logs import LOGGER
-from learner.files import beside, fresh_folder, put_in_place, replace_file, sha256
+from learner.files import beside, fresh_folder, put_in_place, replace_file
 from learner.models import Models
 from learner.ranks import Ranks
 from learner.saving import Stager, at, in_thread, write_tensors
 
 SCHEMA = 1
-MANIFEST, STATE = "manifest.json", "state.json"
+STATE = "state.json"
 EPOCH = "epoch"  # in the folder of checkpoints: whose they are
 WRITE_S = 3600.0  # longest time that writing one takes
 _NAME = re.compile(r"step_(\d+)")
@@ -266,28 +267,6 @@ def _result(writing: _Writing) -> None:
         raise CheckpointError(
             f"the checkpoint of step {writing.step} cannot be written ({e.strerror}: {e.filename}); is the disk full?"
         ) from e
-
-
-def verify(path: Path) -> None:
-    """Every file is there and is what was written.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
-    try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: has no {MANIFEST}, so it was never finished") from None
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{path / MANIFEST}: cannot be read ({e})") from e
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: is missing")
-        if file.stat().st_size != expected["bytes"] or sha256(file) != expected["sha256"]:
-            raise CheckpointError(f"{file}: is damaged (its hash is not the one in {MANIFEST})")
-    if extra := {p.name for p in path.iterdir()} - files.keys() - {MANIFEST}:
-        raise CheckpointError(f"{path / min(extra)}: does not belong to this checkpoint")
 
 
 def _adapters(models: Models) -> dict[str, Any] | None:

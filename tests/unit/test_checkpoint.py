@@ -11,8 +11,9 @@ import torch
 
 from common import failpoints
 from common.errors import CheckpointError
+from common.hashes import verify
 from learner.batch import make_batch
-from learner.checkpoint import Checkpoints, verify
+from learner.checkpoint import Checkpoints
 from learner.model import weights_digest
 from learner.models import Models, load_models
 from learner.packing import Packing, micro_batches

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import CheckpointError, FencedError
+from common.hashes import verify
 from learner import checkpoint, resume, saving
-from learner.checkpoint import Checkpoints, verify
+from learner.checkpoint import Checkpoints
 from learner.loop import Learner
 from learner.model import weights_digest
 from learner.models import load_models

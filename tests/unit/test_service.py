@@ -114,6 +114,15 @@ def broker(tmp_path):
         b.service.store.close()
 
 
+def with_ready_groups(broker):
+    """A broker to which a generator has delivered and a learner has attached; and the learner's epoch."""
+    b = broker()
+    b.hello("a")
+    b.deliver("a", b.turn())
+    b.turn()
+    return b, b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+
+
 def ops(messages):
     return [op for op, *_ in messages]
 
@@ -502,11 +511,7 @@ def test_a_ledger_is_continued_with_its_own_config_only_and_only_if_it_may_be(tm
 
 
 def test_status_says_since_when_a_step_is_at_the_learner(broker):
-    b = broker()
-    b.hello("a")
-    b.deliver("a", b.turn())
-    b.turn()
-    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    b, epoch = with_ready_groups(broker)
     assert b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)[0] == "claimed"
     b.now += 7
     b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)  # asked again after a silence
@@ -514,11 +519,7 @@ def test_status_says_since_when_a_step_is_at_the_learner(broker):
 
 
 def test_a_rollback_of_a_run_that_goes_on_tells_everybody(broker):
-    b = broker()
-    b.hello("a")
-    b.deliver("a", b.turn())
-    b.turn()
-    epoch = b.ask("attach", run="r", name="learner", incarnation="1")[1]["epoch"]
+    b, epoch = with_ready_groups(broker)
     b.ask("checkpoint", epoch=epoch, step=0, path="c")
     for step in (1, 2):
         b.beat("a")
