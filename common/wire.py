@@ -65,6 +65,8 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # the batch of the next step, to be trained at `version`; while step s is trained at version v, also that of
     # step s + 1 at v + 1; answered by `claimed` or `ended`, `waiting` before
     "claim": {"id": int, "epoch": int, "step": int, "version": int, "num_groups": int},
+    # for the learner's other ranks: the batch of this step once it is claimed; answered as a claim is
+    "see_claim": {"id": int, "epoch": int, "step": int},
     # `keys`: [[group, attempt, index], …], at most 4,000
     "fetch": {"id": int, "epoch": int, "keys": list},
     # the claimed step was applied (or skipped, for `reason`) on all ranks; `optimizer_span`: [start, end], Unix seconds

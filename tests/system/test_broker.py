@@ -20,6 +20,7 @@ from common.sockets import Dealer
 from common.wire import encode, encode_sample
 from learner.ahead import Ahead
 from learner.feed import Feed
+from tests.learner_parts import alone
 from tests.simulated import SimulatedGenerator, make_sample, raw_answers
 
 ROOT = Path(__file__).parents[2]
@@ -124,12 +125,12 @@ def train(feed, *, steps, version=None, first=None, generators=(), look_ahead=Fa
     """Steps of a learner that does nothing with its batches; generators get each version at once."""
     attached = feed.attach() if first is None else None
     step, version = (attached.step + 1, attached.version) if attached else (first, version)
-    stop, ahead = threading.Event(), Ahead(feed.another()) if look_ahead else None
+    stop, ahead = threading.Event(), Ahead(feed.another(), alone()) if look_ahead else None
     last = step + steps - 1
     for _ in range(steps):
         if ahead is not None and ahead.step == step:
             claim = ahead.claim(stop=stop, on_wait=lambda reason: None)
-            ahead.batch(stop=stop)
+            ahead.part(claim, stop=stop)
         else:
             claim = feed.claim(step=step, version=version, num_groups=B)
         if ahead is not None and step < last:
