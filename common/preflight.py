@@ -28,13 +28,13 @@ from common.tasks import REWARD_CALL
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "run.lock"
-# What may differ when a run directory is continued.
+# What may differ when a run directory is continued, as prefixes.
 MAY_CHANGE = (
-    "run.max_steps", "run.goal_score", "run.goal_window", "run.redis_url", "run.stop_timeout_s", "run.start_timeout_s",
-    "run.max_restarts", "generators.count", "trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep",
-    "trainer.async_save", "trainer.logger", "trainer.resume_mode", "trainer.resume_from_path", "trainer.project_name",
-    "trainer.experiment_name",
-    "ledger.fsync", "ledger.keep_bytes", "ledger.redo_bytes", "ledger.untrained_bytes",
+    "run.max_steps:", "run.goal_score:", "run.goal_window:", "run.redis_url:", "run.stop_timeout_s:",
+    "run.start_timeout_s:", "run.max_restarts:", "generators.count:", "trainer.guard.", "trainer.save_freq:",
+    "trainer.test_freq:", "trainer.max_ckpt_to_keep:", "trainer.async_save:", "trainer.logger:",
+    "trainer.resume_mode:", "trainer.resume_from_path:", "trainer.project_name:", "trainer.experiment_name:",
+    "ledger.fsync:", "ledger.keep_bytes:", "ledger.redo_bytes:", "ledger.untrained_bytes:",
 )  # fmt: skip
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
 REPLAY_MATTERS = (
@@ -266,7 +266,7 @@ def _earlier_run(config: Config, folder: Path) -> Iterator[str]:
     except ConfigError as e:
         yield f"run.dir={folder}: its {CONFIG_FILE} cannot be read ({e.faults[0]}); choose another run.dir"
         return
-    changed = [d for d in differences(config, other) if d.split(":")[0] not in MAY_CHANGE]
+    changed = [d for d in differences(config, other) if not d.startswith(MAY_CHANGE)]
     if changed:
         yield f"run.dir={folder}: has a run of another config (here != there); choose another run.dir"
         yield from (f"  {d}" for d in changed)

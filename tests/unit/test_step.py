@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from common.config import Config
 from common.errors import CheckpointError, FencedError, LedgerError, LeewayError, Stopped, TrainingError
-from common.metrics import MetricsWriter, declared, read_metrics
+from common.metric_table import declared
+from common.metrics import MetricsWriter, read_metrics
 from common.summary import Summary
 from common.wire import Sample
 from learner import ending, estimates, report, resume
@@ -537,7 +538,7 @@ def test_a_rollback_goes_on_with_the_weights_of_its_checkpoint_under_a_new_versi
     restored = _weights(first)
     for _ in range(3):
         first.step()
-    feed.roll_back(2)
+    feed.roll_back(step=2)
     second = learner_of(config, feed, writer=first.writer)
     assert (second.progress.step, second.progress.version, second.saved) == (6, 6, 6)
     assert _distance(restored, _weights(second)) == 0 and feed.checkpoints[-1] == 6
