@@ -19,6 +19,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from common.adapters import MAX_SERVED_RANK
 from common.metric_table import declared
 from common.thresholds import parse_rejection, parse_threshold
 
@@ -58,6 +59,9 @@ KLKind = Literal[
 # Keys that make a host run code: they come from its own command line, never from Redis.
 # (A checkpoint is unpickled.)
 HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code", "trainer.resume_from_path")
+
+
+MODEL_ENDS = {"lm_head", "embed_tokens", "embed_out", "embed_in", "wte"}  # names of heads and embeddings
 
 
 class Section(BaseModel):
@@ -115,7 +119,7 @@ class Model(Section):
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
     lora_rank: NonNegativeInt = 0
     """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
-    generators get the merged weights. 0: all weights are trained."""
+    generators get the merged weights, or the adapters (`weights.adapters_only`). 0: all weights are trained."""
     lora_alpha: PositiveInt = 16
     """Adapters count `lora_alpha / lora_rank` times."""
     target_modules: str | list[str] = "all-linear"
@@ -430,6 +434,9 @@ class Weights(Section):
     transport: Literal["auto", "gloo", "nccl", "snapshot"] = "auto"
     """How weights travel; auto: gloo. A newcomer, and a member whose transfer failed, pulls a snapshot in any case.
     nccl is written, but was not yet run on two GPUs."""
+    adapters_only: bool = False
+    """With `model.lora_rank`: send the adapters alone, which engines compute beside the base. They read the base from
+    the learner's model folder, which must be on their host. A smaller version, and more work for each token."""
     bucket_bytes: PositiveInt = 16 << 20
     """Size of one transfer bucket."""
     staging: Literal["host", "device", "none"] = "host"
@@ -572,6 +579,22 @@ def combination_faults(c: Config) -> list[str]:
     refuse(
         c.model.attn_implementation == "varlen" and c.model.dtype == "float32",
         "model.attn_implementation=varlen: flash attention computes in bfloat16; set model.dtype=bfloat16, or use sdpa",
+    )
+    targets = [c.model.target_modules] if isinstance(c.model.target_modules, str) else c.model.target_modules
+    ends = sorted({t.rsplit(".", 1)[-1] for t in targets} & MODEL_ENDS)
+    refuse(
+        bool(c.model.lora_rank and ends),
+        f"model.target_modules={c.model.target_modules}: {', '.join(ends)} is at the model's end, where an adapter can "
+        "neither be merged nor served; name linear layers between the embeddings and the head, or all-linear",
+    )
+    refuse(
+        c.weights.adapters_only and c.model.lora_rank == 0,
+        "weights.adapters_only=true: there are no adapters; set model.lora_rank, or leave it out",
+    )
+    refuse(
+        c.weights.adapters_only and c.model.lora_rank > MAX_SERVED_RANK,
+        f"model.lora_rank={c.model.lora_rank}: engines compute adapters of rank {MAX_SERVED_RANK} at most; lower it, "
+        "or set weights.adapters_only=false",
     )
     split, shard = c.actor.ulysses_sequence_parallel_size, c.actor.fsdp_config.fsdp_size
     for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard)):

@@ -243,7 +243,10 @@ class Learner:
         if version - self.published < (1 if always else self.config.weights.publish_every):
             return
         failpoint("learner.publish")
-        self.publisher.publish(version, published_weights(self.models.actor.module, dtype=self.config.model.dtype))
+        weights = published_weights(
+            self.models.actor.module, dtype=self.config.model.dtype, adapters_only=self.config.weights.adapters_only
+        )
+        self.publisher.publish(version, weights)
         self.published = version
         self.progress.count_publication()
         self.control.update(version=version)
