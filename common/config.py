@@ -408,8 +408,10 @@ class Trainer(Section):
     guard: Guard = Field(default_factory=Guard)
     nproc_per_node: PositiveInt = 1
     """Learner ranks on this host."""
-    logger: list[Literal["console", "wandb"]] = ["console", "wandb"]
+    logger: list[Literal["console", "wandb", "tensorboard", "prometheus"]] = ["console", "wandb"]
     """Sinks beside `metrics.jsonl`, which is always written."""
+    prometheus_port: int = Field(0, ge=0, lt=1 << 16)
+    """Where sink `prometheus` is asked, on `run.bind_host`; 0: any free port, which the log says."""
     project_name: str = "leeway"
     """wandb project."""
     experiment_name: str | None = None
