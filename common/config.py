@@ -414,6 +414,9 @@ class Weights(Section):
     transport: Literal["auto", "gloo", "nccl", "snapshot"] = "auto"
     """How weights travel; auto: gloo. A newcomer, and a member whose transfer failed, pulls a snapshot in any case.
     nccl is written, but was not yet run on two GPUs."""
+    snapshot: Literal["zmq", "file"] = "zmq"
+    """How snapshots are pulled: over a socket of the learner, or from RUN_DIR/weights, which generators must see under
+    the same path. There the learner keeps the newest one or two versions as folders that `from_pretrained` loads."""
     bucket_bytes: PositiveInt = 16 << 20
     """Size of one transfer bucket."""
     staging: Literal["host", "device", "none"] = "host"
