@@ -1,6 +1,6 @@
 """Inside the engine's processes: dies with its parent, stages weights, loads them.
 
-vLLM imports this module because it is named as executor and worker extension (``engine.py``).
+vLLM imports this module because it is named as executor and worker extension (``starting.py``).
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from common.wire import encode
 from generators.arriving import Arriving
 from generators.receiving import Layout, Line, Shapes, reason_of
 from generators.staging import Staging
-
-BACKEND = "leeway"
+from generators.starting import BACKEND
 
 
 def _die_with_parent() -> None:

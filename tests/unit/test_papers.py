@@ -14,7 +14,7 @@ HOMES = {  # library -> the only files that import it
     "zmq": {"common/sockets.py"},
     "redis": {"common/control.py"},
     "wandb": {"common/metrics.py"},
-    "vllm": {"generators/engine.py", "generators/worker.py"},
+    "vllm": {"generators/starting.py", "generators/requests.py", "generators/worker.py"},
 }
 NO_TORCH = ("common.loading", "common.preflight", "common.control", "common.roles", "common.local_run", "common.verbs",
             "common.wire", "common.sockets", "launch")  # fmt: skip
