@@ -439,6 +439,9 @@ class Weights(Section):
     adapters_only: bool = False
     """With `model.lora_rank`: send the adapters alone, which engines compute beside the base. They read the base from
     the learner's model folder, which must be on their host. A smaller version, and more work for each token."""
+    snapshot: Literal["zmq", "file"] = "zmq"
+    """How snapshots are pulled: over a socket of the learner, or from RUN_DIR/weights, which generators must see under
+    the same path. There the learner keeps the newest one or two versions as folders that `from_pretrained` loads."""
     bucket_bytes: PositiveInt = 16 << 20
     """Size of one transfer bucket."""
     staging: Literal["host", "device", "none"] = "host"

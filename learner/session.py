@@ -159,7 +159,10 @@ class Session:
         role = self.role
         if role.config.replay.rollouts:
             return NullPublisher()
-        publisher = Publisher(run_id=role.control.run_id, epoch=epoch, config=role.config.weights, files=self._files)
+        publisher = Publisher(
+            run_id=role.control.run_id, epoch=epoch, config=role.config.weights, files=self._files,
+            folder=role.run_dir / "weights",
+        )  # fmt: skip
         self._open.callback(publisher.close)
         role.control.update(address=publisher.address)
         return publisher
