@@ -597,6 +597,11 @@ def combination_faults(c: Config) -> list[str]:
         "weights.adapters_only=true: there are no adapters; set model.lora_rank, or leave it out",
     )
     refuse(
+        c.weights.adapters_only and c.weights.snapshot == "file",
+        "weights.snapshot=file: its folders hold whole models, and with weights.adapters_only=true versions are adapters "
+        "alone; set one of them to its default",
+    )
+    refuse(
         c.weights.adapters_only and c.model.lora_rank > MAX_SERVED_RANK,
         f"model.lora_rank={c.model.lora_rank}: engines compute adapters of rank {MAX_SERVED_RANK} at most; lower it, "
         "or set weights.adapters_only=false",

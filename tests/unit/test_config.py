@@ -139,6 +139,11 @@ def test_the_rank_of_adapters_that_engines_compute_is_bounded():
     assert not [f for f in found if "lora_rank" in f or "adapters_only" in f]
 
 
+def test_folders_of_whole_models_hold_no_adapters():
+    found = faults("model.lora_rank=4", "weights.adapters_only=true", "weights.snapshot=file")
+    assert [f for f in found if f.startswith("weights.snapshot=file: its folders hold whole models")]
+
+
 def test_dynamic_sampling_needs_groups_and_remax_has_a_greedy_sample_more():
     assert any("has no signal" in f for f in faults("rollout.n=1", "algorithm.filter_groups.enable=true"))
     remax = ["rollout.n=1", "algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"]
