@@ -598,8 +598,8 @@ def combination_faults(c: Config) -> list[str]:
     )
     refuse(
         c.weights.adapters_only and c.weights.snapshot == "file",
-        "weights.snapshot=file: its folders hold whole models, and with weights.adapters_only=true versions are adapters "
-        "alone; set one of them to its default",
+        "weights.snapshot=file: its folders hold whole models, but with weights.adapters_only=true a version is "
+        "adapters alone; leave one of them out",
     )
     refuse(
         c.weights.adapters_only and c.model.lora_rank > MAX_SERVED_RANK,
