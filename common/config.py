@@ -19,6 +19,8 @@ from pydantic import (
     PositiveInt,
 )
 
+from common.adapters import MAX_SERVED_RANK
+from common.metric_table import declared
 from common.thresholds import parse_rejection, parse_threshold
 
 MAX_ATTEMPTS, MAX_GROUP_SAMPLES = 1 << 12, 1 << 16  # what the ledger can number, see broker/store.py
@@ -57,6 +59,9 @@ KLKind = Literal[
 # Keys that make a host run code: they come from its own command line, never from Redis.
 # (A checkpoint is unpickled.)
 HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code", "trainer.resume_from_path")
+
+
+MODEL_ENDS = {"lm_head", "embed_tokens", "embed_out", "embed_in", "wte"}  # names of heads and embeddings
 
 
 class Section(BaseModel):
@@ -114,7 +119,7 @@ class Model(Section):
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
     lora_rank: NonNegativeInt = 0
     """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
-    generators get the merged weights. 0: all weights are trained."""
+    generators get the merged weights, or the adapters (`weights.adapters_only`). 0: all weights are trained."""
     lora_alpha: PositiveInt = 16
     """Adapters count `lora_alpha / lora_rank` times."""
     target_modules: str | list[str] = "all-linear"
@@ -363,6 +368,20 @@ class Rollout(Section):
     """Seconds between a generator's progress reports."""
 
 
+class Guard(Section):
+    limits: dict[str, float] = Field(default_factory=dict)
+    """Largest value of a step's metrics by name, e.g. `{actor/ppo_kl: 0.1, actor/kl_loss: 1, actor/grad_norm: 50}`."""
+    patience: PositiveInt = 3
+    """Steps in a row with one of them beyond its limit (or not a number) after which `action` is taken."""
+    action: Literal["rollback", "pause", "stop"] = "rollback"
+    """rollback: the run goes on from the newest checkpoint before these steps, as after `launch.py rollback`; pause:
+    it waits for a person; stop: it ends with an error."""
+    lr_factor: float = Field(0.5, gt=0, le=1)
+    """The learning rates of actor and critic are multiplied by this at each rollback of the guard."""
+    max_rollbacks: NonNegativeInt = 2
+    """Rollbacks of the run, those made by hand included, after which the guard ends it instead."""
+
+
 class Trainer(Section):
     total_epochs: PositiveInt | None = None
     """Passes over the training prompts after which the run ends; null: as many as `run.max_steps` needs."""
@@ -386,10 +405,13 @@ class Trainer(Section):
     goes on; false: training waits until it is written."""
     max_nonfinite_steps: PositiveInt = 3
     """Skipped steps in a row after which the run ends with an error."""
+    guard: Guard = Field(default_factory=Guard)
     nproc_per_node: PositiveInt = 1
     """Learner ranks on this host."""
-    logger: list[Literal["console", "wandb"]] = ["console", "wandb"]
+    logger: list[Literal["console", "wandb", "tensorboard", "prometheus"]] = ["console", "wandb"]
     """Sinks beside `metrics.jsonl`, which is always written."""
+    prometheus_port: int = Field(0, ge=0, lt=1 << 16)
+    """Where sink `prometheus` is asked, on `run.bind_host`; 0: any free port, which the log says."""
     project_name: str = "leeway"
     """wandb project."""
     experiment_name: str | None = None
@@ -414,6 +436,12 @@ class Weights(Section):
     transport: Literal["auto", "gloo", "nccl", "snapshot"] = "auto"
     """How weights travel; auto: gloo. A newcomer, and a member whose transfer failed, pulls a snapshot in any case.
     nccl is written, but was not yet run on two GPUs."""
+    adapters_only: bool = False
+    """With `model.lora_rank`: send the adapters alone, which engines compute beside the base. They read the base from
+    the learner's model folder, which must be on their host. A smaller version, and more work for each token."""
+    snapshot: Literal["zmq", "file"] = "zmq"
+    """How snapshots are pulled: over a socket of the learner, or from RUN_DIR/weights, which generators must see under
+    the same path. There the learner keeps the newest one or two versions as folders that `from_pretrained` loads."""
     bucket_bytes: PositiveInt = 16 << 20
     """Size of one transfer bucket."""
     staging: Literal["host", "device", "none"] = "host"
@@ -534,6 +562,15 @@ def combination_faults(c: Config) -> list[str]:
         c.trainer.test_freq > 0 and bool(c.data.train_files) and not c.data.val_files and not c.replay.rollouts,
         f"trainer.test_freq={c.trainer.test_freq}: there are no held-out prompts; give data.val_files, or set it to -1",
     )
+    guard = c.trainer.guard
+    for name in guard.limits:
+        refuse(declared(name) is None, f"trainer.guard.limits.{name}: no such metric; docs/metrics.md lists them")
+    kept_steps = (c.trainer.max_ckpt_to_keep - 1) * c.trainer.save_freq
+    refuse(
+        bool(guard.limits) and guard.action == "rollback" and not 0 < guard.patience <= kept_steps,
+        f"trainer.guard.action=rollback: a checkpoint from before its {guard.patience} steps (trainer.guard.patience) "
+        "has to be there still; have (trainer.max_ckpt_to_keep - 1) * trainer.save_freq at least as large",
+    )
     no_prompts = not c.data.train_files and not c.data.task
     refuse(
         no_prompts and c.replay.rollouts is not None and c.model.warmup.steps > 0,
@@ -547,6 +584,27 @@ def combination_faults(c: Config) -> list[str]:
     refuse(
         c.model.attn_implementation == "varlen" and c.model.dtype == "float32",
         "model.attn_implementation=varlen: flash attention computes in bfloat16; set model.dtype=bfloat16, or use sdpa",
+    )
+    targets = [c.model.target_modules] if isinstance(c.model.target_modules, str) else c.model.target_modules
+    ends = sorted({t.rsplit(".", 1)[-1] for t in targets} & MODEL_ENDS)
+    refuse(
+        bool(c.model.lora_rank and ends),
+        f"model.target_modules={c.model.target_modules}: {', '.join(ends)} is at the model's end, where an adapter can "
+        "neither be merged nor served; name linear layers between the embeddings and the head, or all-linear",
+    )
+    refuse(
+        c.weights.adapters_only and c.model.lora_rank == 0,
+        "weights.adapters_only=true: there are no adapters; set model.lora_rank, or leave it out",
+    )
+    refuse(
+        c.weights.adapters_only and c.weights.snapshot == "file",
+        "weights.snapshot=file: its folders hold whole models, but with weights.adapters_only=true a version is "
+        "adapters alone; leave one of them out",
+    )
+    refuse(
+        c.weights.adapters_only and c.model.lora_rank > MAX_SERVED_RANK,
+        f"model.lora_rank={c.model.lora_rank}: engines compute adapters of rank {MAX_SERVED_RANK} at most; lower it, "
+        "or set weights.adapters_only=false",
     )
     split, shard = c.actor.ulysses_sequence_parallel_size, c.actor.fsdp_config.fsdp_size
     for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard)):

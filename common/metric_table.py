@@ -6,6 +6,8 @@ any one part of a name. Unit ``1``: a plain number or a share.
 
 from __future__ import annotations
 
+import re
+
 _STATS = "{mean,max,min}"
 _SPREAD = "{mean,std,max,min}"
 
@@ -117,6 +119,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "generator/num_running": ("samples", "Requests running on all engines."),
     "generator/version_{min,max}": ("versions", "Lowest / highest version held by a generator."),
     "weights/version": ("versions", "Newest version that is complete in the learner's host memory."),
+    "weights/stored_version": ("versions", "Newest version in RUN_DIR/weights (`weights.snapshot=file`); -1: none."),
     "weights/transfers": ("1", "Transfers to one engine completed so far."),
     "weights/failures": ("1", "Transfers to one engine that failed so far."),
     "weights/copy_out_s": ("s", "The learner's stall: copy of the weights into host buffers."),
@@ -153,3 +156,24 @@ METRICS: dict[str, tuple[str, str]] = {
     "warmup/loss": ("nats", "Supervised loss at the end of the warm-up."),
     "warmup/time_s": ("s", "Duration of the warm-up."),
 }
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\{[^}]*\}|<[^>]*>)", pattern)
+    text = ""
+    for part in parts:
+        if part.startswith("{"):
+            text += "(?:" + "|".join(re.escape(word) for word in part[1:-1].split(",")) + ")"
+        elif part.startswith("<"):
+            text += "[^/]+"
+        else:
+            text += re.escape(part)
+    return re.compile(text)
+
+
+_PATTERNS = [(_compile(pattern), pattern) for pattern in METRICS]
+
+
+def declared(name: str) -> str | None:
+    """The pattern of ``METRICS`` that declares ``name``, or None."""
+    return next((pattern for regex, pattern in _PATTERNS if regex.fullmatch(name)), None)

@@ -164,6 +164,12 @@ SNAPSHOT_OPS: dict[str, dict[str, Any]] = {
     "go": {},
     # payload: the next `size` bytes of the version
     "chunk": {"size": int},
+    # from a folder: not yet, it is being written
+    "wait": {},
+    # payload: the layout of what lies in the learner's folder `path`
+    "folder": {"path": str},
+    # the next `size` bytes of the version are to be read there; taken, they are a credit
+    "stored": {"size": int},
     "end": {},
 }
 

@@ -21,7 +21,7 @@ from common.prompting import prompt_ids
 
 
 class Completion(Protocol):
-    """What the engine returns, see ``generators/engine.py``."""
+    """What the engine returns, see ``generators/requests.py``."""
 
     response_ids: list[int]
     logprobs: list[float]

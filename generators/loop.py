@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 from common.control import Control
 from common.errors import DeadlineError, EngineError, Stopped
 from common.roles import Role, end_process, run_role
-from generators.engine import ENDED, Engine
+from generators.engine import Engine
 from generators.environments import load_environment
 from generators.generator import Generator
 from generators.member import Member
 from generators.model_folder import model_folder
+from generators.requests import ENDED
 from generators.rewards.scorer import Scorer
 
 T = TypeVar("T")

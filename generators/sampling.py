@@ -21,7 +21,7 @@ LANES = ("train", "eval")
 
 
 class SamplingEngine(Protocol):
-    """What sampling needs of ``generators/engine.py``."""
+    """What sampling needs of ``generators/requests.py``."""
 
     version: int
 
@@ -64,7 +64,7 @@ class SampleMaker:
         """The frames of the finished sample; a reward that failed is a fault in it.
 
         Raises:
-            RequestCancelled, EngineError: see ``Engine.generate``.
+            EngineError: see ``Requests.generate``.
             LeewayError: the reward process cannot be started again.
         """
         start = time.time()

@@ -28,6 +28,7 @@ from learner.batch import Batch
 from learner.checkpoint import Checkpoints, step_of
 from learner.dealing import Part, part_of, put_together
 from learner.estimates import make_targets
+from learner.guard import Guard, heed
 from learner.model import published_weights, weights_digest
 from learner.models import Models
 from learner.progress import Progress
@@ -66,6 +67,7 @@ class Learner:
     stats: dict[str, Any] = field(default_factory=dict)  # the broker's, of the last step
     clock: Clock = field(default_factory=Clock)  # of the step under way
     validations: validation.Validations = field(default_factory=validation.Validations)
+    guard: Guard | None = None
 
     def run(self) -> str:
         """Steps until the steps, the goal or the data are reached, or a stop; returns which."""
@@ -90,7 +92,8 @@ class Learner:
 
         Raises:
             Stopped: told to stop while it waited for a batch.
-            TrainingError: too many steps in a row were not finite.
+            TrainingError: too many steps in a row were not finite, or beyond a limit of `trainer.guard`.
+            RolledBackError: the guard has the run go back to a checkpoint.
             LeewayError: the batch that was given back as too old came back too old.
         """
         clock, step, version = self.clock, self.progress.step + 1, self.progress.version
@@ -125,11 +128,13 @@ class Learner:
         self.count(batch, outcome, limit=claim.limit)
         with clock("publish"):
             self.publish()
-        self.report(batch, outcome, clock, self.progress, version=version, limit=claim.limit)
+        values = self.report(batch, outcome, clock, self.progress, version=version, limit=claim.limit)
         self.clock = Clock()
         with self.clock("save"):  # after the line of the step: it is not redone, so nothing would write it later
             self.save(wanted=stepped.checkpoint_wanted)
         self.refuse_to_go_on_skipping()
+        if self.guard is not None:
+            heed(self, self.guard, values)
         return True
 
     def train(
@@ -240,7 +245,10 @@ class Learner:
         if version - self.published < (1 if always else self.config.weights.publish_every):
             return
         failpoint("learner.publish")
-        self.publisher.publish(version, published_weights(self.models.actor.module, dtype=self.config.model.dtype))
+        weights = published_weights(
+            self.models.actor.module, dtype=self.config.model.dtype, adapters_only=self.config.weights.adapters_only
+        )
+        self.publisher.publish(version, weights)
         self.published = version
         self.progress.count_publication()
         self.control.update(version=version)
@@ -271,10 +279,10 @@ class Learner:
 
     def report(
         self, batch: Batch, outcome: Outcome, clock: Clock, progress: Progress, *, version: int, limit: int
-    ) -> None:
-        """The metrics line of the step that `progress` ends with, unless it has one (a redone step)."""
+    ) -> dict[str, float]:
+        """The metrics line of the step that `progress` ends with, unless it has one (a redone step): then none."""
         if self.ranks.share(lambda: self.writer.has(progress.step)):
-            return
+            return {}
         values = report.numbers(
             outcome.metrics | report.batch_metrics(batch, version=version, limit=limit, config=self.config)
         )
@@ -284,6 +292,7 @@ class Learner:
         if (ratio := values.get("generator/overlap_ratio")) is not None:
             progress.count_overlap(ratio)
         self.writer.write(progress.step, values)
+        return values
 
     def refuse_to_go_on_skipping(self) -> None:
         if self.progress.skipped_in_a_row >= self.config.trainer.max_nonfinite_steps:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.adapters import is_adapter
 from common.config import Config, Trained
 from common.errors import ConfigError
 from learner.estimates import KLController, make_kl_controller
 from learner.initial import model_folder
-from learner.lora import WithoutAdapters, add_adapters, is_adapter
+from learner.lora import WithoutAdapters, add_adapters
 from learner.model import DTYPES, Actor, build_actor, build_critic, digest_of, freeze, load_actor, load_critic
 from learner.offload import Offload, put_away
 from learner.optim import make_optimizer

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
+from common.adapters import Adapters
 from common.metrics import MetricsWriter
 from common.model_files import FileServer, digest_of, list_files
 from common.roles import Role
 from learner import ending, resume
 from learner.ahead import Ahead
-from learner.canary import CanaryForward
+from learner.canary import AdapterCanary, CanaryForward
 from learner.checkpoint import Checkpoints
 from learner.families import vocab_size
 from learner.feed import Feed
+from learner.guard import Guard
 from learner.initial import initial_folder, load_tokenizer, served_folder
 from learner.loop import Learner
 from learner.models import load_models
@@ -88,15 +90,18 @@ class Session:
         alone = ranks.first or bool(config.replay.rollouts)  # a replay gathers no weights: nobody is sent them
         publisher = self._own_publisher(attached.epoch) if alone else Helper()
         folder, warmup = ranks.share(lambda: self._initial_weights(served))
+        if config.weights.adapters_only:
+            ranks.share(lambda: self._announce(folder))  # engines read the base
         self._state("loads the models")
         writer = self._own_writer() if ranks.first else Helper()
         self.learner = Learner(
             config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
             started=self.started, ahead=self._ahead(own, ranks) if isinstance(own, Feed) else None,
+            guard=self._guard(),
         )  # fmt: skip
         if isinstance(publisher, Publisher):
-            publisher.prove_with(self._canary())
+            publisher.prove_with(self._canary(folder))
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached, begun=role.begun)
@@ -113,12 +118,16 @@ class Session:
     # ------------------------------------------------------------ parts, most of them rank 0's alone
     def _announce_model(self) -> Path:
         served = served_folder(self.role.config, self.role.run_dir)
-        if self.role.config.replay.rollouts:
-            return served  # no engine starts from it
-        files = list_files(served)
-        self._files = FileServer(served, files)
-        self.role.control.publish_model(str(served), digest_of(files))
+        if not self.role.config.weights.adapters_only:  # else its weights may still be on their way
+            self._announce(served)
         return served
+
+    def _announce(self, folder: Path) -> None:
+        if self.role.config.replay.rollouts:
+            return  # no engine starts from it
+        files = list_files(folder)
+        self._files = FileServer(folder, files)
+        self.role.control.publish_model(str(folder), digest_of(files))
 
     def _wait_for_broker(self) -> None:
         self._state("waits for the broker")
@@ -151,17 +160,28 @@ class Session:
         role = self.role
         if role.config.replay.rollouts:
             return NullPublisher()
-        publisher = Publisher(run_id=role.control.run_id, epoch=epoch, config=role.config.weights, files=self._files)
+        publisher = Publisher(
+            run_id=role.control.run_id, epoch=epoch, config=role.config.weights, files=self._files,
+            folder=role.run_dir / "weights",
+        )  # fmt: skip
         self._open.callback(publisher.close)
         role.control.update(address=publisher.address)
         return publisher
 
-    def _canary(self) -> CanaryForward:
+    def _guard(self) -> Guard | None:
         config = self.role.config
-        return CanaryForward(
-            self.learner.models.actor.module.lm, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens - 1,
-            trust_remote_code=config.model.trust_remote_code,
-        )  # fmt: skip
+        return Guard(config.trainer.guard) if config.trainer.guard.limits and not config.replay.rollouts else None
+
+    def _canary(self, folder: Path) -> CanaryForward:
+        config, model = self.role.config, self.role.config.model
+        served: dict[str, Any] = {
+            "dtype": model.dtype, "max_tokens": config.max_sequence_tokens - 1,
+            "trust_remote_code": model.trust_remote_code,
+        }  # fmt: skip
+        if config.weights.adapters_only:
+            adapters = Adapters(model.lora_rank, model.lora_alpha, model.target_modules)
+            return AdapterCanary(folder, adapters, **served)
+        return CanaryForward(self.learner.models.actor.module.lm, **served)
 
     def _own_writer(self) -> MetricsWriter:
         writer = MetricsWriter(self.role.run_dir, self.role.config)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import RequestCancelled
 from common.sockets import Router
 from common.wire import GENERATOR_OPS, Sample, decode, decode_sample, encode, pack
 
@@ -41,7 +40,6 @@ class SimulatedEngine:
     def __post_init__(self) -> None:
         self._go = asyncio.Event()
         self._go.set()
-        self._aborted: set[str] = set()
 
     def hold(self) -> None:
         self._go.clear()
@@ -73,8 +71,6 @@ class SimulatedEngine:
                     self.hold()
                 await self._go.wait()
                 await asyncio.sleep(self.token_s)
-                if request_id in self._aborted:
-                    raise RequestCancelled(request_id)
                 if spans and spans[-1][0] == self.version:
                     spans[-1] = (self.version, spans[-1][1], i + 1)
                 else:
@@ -86,9 +82,6 @@ class SimulatedEngine:
             raise
         reason = "stop" if response[-1] == self.eos_id else "length"
         return SimulatedCompletion(response, [-0.5] * len(response), spans, reason)
-
-    async def cancel(self, request_id: str) -> None:
-        self._aborted.add(request_id)
 
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
         return [None]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from common.config import Config
-from generators.engine import Completion, Engine
+from generators.engine import Engine
 from generators.member import Member
+from generators.requests import Completion
 from learner.canary import CanaryForward
 from learner.publish import Publisher
 from tests import models

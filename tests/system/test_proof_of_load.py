@@ -17,12 +17,12 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    import generators.engine
+    import generators.starting
 
-    usual = generators.engine._engine_args
+    usual = generators.starting.engine_args
     faulty = {"worker_extension_cls": "tests.faulty_worker.WorkerExtension"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generators.engine, "_engine_args", lambda *args: usual(*args) | faulty)
+        patch.setattr(generators.starting, "engine_args", lambda *args: usual(*args) | faulty)
         b = Bench(tmp_path_factory.mktemp("canary"), WEIGHTS.model_copy(update={"canary_every": 1}))
     yield b
     b.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import generators.engine
+import generators.starting
 from common.buffers import Buffer, copy_out, pack_digests, with_digests
 from common.config import Config
 from common.errors import EngineError, OtherModelError, WeightError
@@ -25,10 +25,10 @@ NONE = WEIGHTS.model_copy(update={"staging": "none"})
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     config = Config.model_validate({**CONFIG.model_dump(), "weights": NONE.model_dump()})
-    usual = generators.engine._engine_args
+    usual = generators.starting.engine_args
     faulty = {"worker_extension_cls": "tests.faulty_worker.WorkerExtension"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generators.engine, "_engine_args", lambda *args: usual(*args) | faulty)
+        patch.setattr(generators.starting, "engine_args", lambda *args: usual(*args) | faulty)
         b = Bench(tmp_path_factory.mktemp("none"), NONE, config)
     yield b
     b.close()

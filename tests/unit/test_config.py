@@ -116,6 +116,9 @@ def test_every_key_has_a_sentence():
         ("actor.fsdp_config={offload_policy: true, param_offload: true}", "actor.fsdp_config.offload_policy=true: "),
         ("ref.fsdp_config={offload_policy: true, param_offload: true}", "ref.fsdp_config.offload_policy=true: "),
         ("actor={use_torch_compile: true, ulysses_sequence_parallel_size: 2}", "actor.use_torch_compile=true: "),
+        ("weights.adapters_only=true", "weights.adapters_only=true: there are no adapters; set model.lora_rank"),
+        ("model={lora_rank: 4, target_modules: [q_proj, lm_head]}", "model.target_modules=['q_proj', 'lm_head']: lm"),
+        ("model={lora_rank: 4, target_modules: model.embed_tokens}", "model.target_modules=model.embed_tokens: emb"),
         ("model={attn_implementation: varlen, dtype: float32}", "model.attn_implementation=varlen: flash attention"),
         ("rollout.n=1", "rollout.n=1: grpo compares samples of one prompt"),
         ("rollout={n: 1}", "rollout.n=1: grpo compares samples of one prompt"),
@@ -127,6 +130,18 @@ def test_every_key_has_a_sentence():
 def test_one_fault_says_what_and_where(override, expected):
     found = faults(override)
     assert any(f.startswith(expected) for f in found), found
+
+
+def test_the_rank_of_adapters_that_engines_compute_is_bounded():
+    found = faults("model.lora_rank=513", "weights.adapters_only=true")
+    assert [f for f in found if "model.lora_rank=513: engines compute adapters of rank 512 at most" in f]
+    found = faults("model.lora_rank=512", "weights.adapters_only=true", "rollout.n=1")
+    assert not [f for f in found if "lora_rank" in f or "adapters_only" in f]
+
+
+def test_folders_of_whole_models_hold_no_adapters():
+    found = faults("model.lora_rank=4", "weights.adapters_only=true", "weights.snapshot=file")
+    assert [f for f in found if f.startswith("weights.snapshot=file: its folders hold whole models")]
 
 
 def test_dynamic_sampling_needs_groups_and_remax_has_a_greedy_sample_more():
@@ -183,7 +198,10 @@ def test_unknown_task():
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [("def compute_score(*a):\n  return 1\n", None), ("from json import loads as compute_score\n", None),
+    [("def compute_score(ground_truth, solution_str, *, limit=3, **rest):\n  return 1\n", None),
+     ("def compute_score(*a):\n  return 1\n", "does not take data_source, solution_str, ground_truth, extra_info"),
+     ("def compute_score(answer, /, **rest):\n  return 1\n", "but also needs answer"),
+     ("@wrapped\ndef compute_score(answer):\n  return 1\n", None), ("from json import loads as compute_score\n", None),
      ("compute_score = len\n", None), ("def f(:\n", "not valid Python"), ("x = 1\n", "does not define it")],
 )  # fmt: skip
 def test_the_reward_function_is_looked_for_without_running_it(tmp_path, source, expected):
@@ -228,6 +246,15 @@ def test_a_folder_with_a_run_is_continued_or_refused_never_overwritten(tmp_path)
     (tmp_path / "run" / "config.yaml").unlink()
     (tmp_path / "run" / "ledger.sqlite").write_text("")
     assert "has ledger.sqlite but no config.yaml" in faults(folder, check=checked_config)[0]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    folder = f"run.dir={tmp_path}"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / ".hidden").write_text("")
+    assert run_dir_faults(check(folder)) == []  # a role started alone writes its log first
+    (tmp_path / "thesis.tex").write_text("")
+    assert "has thesis.tex but no config.yaml, so it is no run's" in faults(folder, check=checked_config)[0]
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
