@@ -39,6 +39,7 @@ TICK_S = 0.25  # how soon a stop, another limit or another registry entry is see
 GC_ALLOCATIONS = 20_000  # between two searches for cycles: messages make none, and are many
 MAX_LOST_BATCHES = 32  # the run ends after so many batches' attempts of which not one could be sampled and scored
 LATER, SOON, NOW = range(3)  # an answer: within TURN_S; once no more messages are there; before the next one
+LEARNERS = frozenset(learner_desk.OPS)
 OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
 
 
@@ -88,9 +89,9 @@ class Server:
         s, before = self.service, self.service.ledger.num_ready
         try:
             op, fields, payload = decode(frames, OPS)
-            if op in learner_desk.OPS:
+            if op in LEARNERS:
                 self._learner.handle(peer, op, fields)
-                return NOW
+                return LATER if op == "claim" and s.parked is not None and before < s.parked.num_groups else NOW
             self._generators.handle(peer, op, fields, payload)
             if s.parked is not None and s.ledger.num_ready >= s.parked.num_groups:
                 return NOW if before < s.parked.num_groups else SOON
