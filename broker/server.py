@@ -38,7 +38,8 @@ TURN_S = 0.02  # while samples come in, one transaction in so much time, not one
 TICK_S = 0.25  # how soon a stop, another limit or another registry entry is seen
 GC_ALLOCATIONS = 20_000  # between two searches for cycles: messages make none, and are many
 MAX_LOST_BATCHES = 32  # the run ends after so many batches' attempts of which not one could be sampled and scored
-LATER, SOON, NOW = range(3)  # an answer: within TURN_S; once no more messages are there; before the next one
+TURNS_SHARE = 0.25  # of the time may go into transactions that only idle generators wait for
+LATER, SOON, NOW = range(3)  # an answer: within TURN_S; as soon as TURNS_SHARE allows; before the next message
 LEARNERS = frozenset(learner_desk.OPS)
 OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
 
@@ -51,6 +52,7 @@ class Server:
         self._router = router
         self._generators = GeneratorDesk(service)
         self._learner = LearnerDesk(service)
+        self._turned_at = self._turn_s = 0.0  # when the last turn ended, and what it took
         self._model: str | None = None
         self._refused_limit: Any = None
 
@@ -61,19 +63,20 @@ class Server:
             LedgerError: the ledger cannot be written.
         """
         gc.set_threshold(GC_ALLOCATIONS)
-        turned_at = 0.0
         while not stop.is_set():
-            self._take_messages(turned_at + TURN_S)
-            turned_at = self.service.clock()
+            self._take_messages()
+            began = self.service.clock()
             self.turn()
+            self._turned_at = self.service.clock()
+            self._turn_s = self._turned_at - began
             if on_turn is not None:
                 on_turn(self.service)
         self.service.closing = True
         self.service.ledger.release_leases("shutdown")
         self.turn()
 
-    def _take_messages(self, until: float) -> None:
-        """Those that are there, and those that come by ``until`` unless somebody waits for the answer to one."""
+    def _take_messages(self) -> None:
+        """Those that are there, and those that come until an answer must leave."""
         message, num, haste = self._router.receive(self._patience()), 0, LATER
         while message is not None:
             haste = max(haste, self.handle(*message))
@@ -81,8 +84,9 @@ class Server:
             if haste == NOW or num == MESSAGES_PER_TURN:
                 return
             message = self._router.receive(0)
-            if message is None and haste == LATER:
-                message = self._router.receive(until - self.service.clock())
+            if message is None:
+                wait_s = TURN_S if haste == LATER else min(TURN_S, self._turn_s / TURNS_SHARE - self._turn_s)
+                message = self._router.receive(self._turned_at + wait_s - self.service.clock())
 
     def handle(self, peer: bytes, frames: list[bytes]) -> int:
         """One message; what cannot be read is refused with the reason, and counted. Returns how its answer hurries."""
