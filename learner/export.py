@@ -64,5 +64,5 @@ def save_weights(folder: Path, actor: Actor) -> None:
     """Add `model.safetensors` to a folder that has config and tokenizer already (an unsharded model)."""
     from safetensors.torch import save_file
 
-    weights = {name: p.detach().to(torch.float32).contiguous() for name, p in actor.lm.named_parameters()}
+    weights = {name: p.detach().to("cpu", torch.float32).contiguous() for name, p in actor.lm.named_parameters()}
     replace_file(folder / "model.safetensors", lambda fresh: save_file(weights, fresh, metadata={"format": "pt"}))
