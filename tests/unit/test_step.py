@@ -429,7 +429,7 @@ def test_batches_fetched_ahead_change_nothing_but_the_wait(learner_of: Callable[
     rows = []
     for ahead in (False, True):
         feed = SimulatedFeed(_nan_at(config, step=skipped or 99, group=0), limit=3)
-        learner = learner_of(config, feed, **({"ahead": Ahead(feed)} if ahead else {}))
+        learner = learner_of(config, feed, **({"ahead": Ahead(feed, alone())} if ahead else {}))
         assert learner.run() == "max_steps reached"
         assert feed.num_ahead == 4 * ahead  # the first is claimed in step, and none beyond the end
         rows.append([(r.applied, int(r.claim.samples[0].behavior_versions.max())) for r in feed.step_rows])
@@ -451,7 +451,7 @@ def test_a_stop_ends_the_wait_for_a_batch_asked_for_ahead_and_errors_are_those_o
             raise Stopped("the broker")
 
     feed, stop, reasons = Broker(lambda step, version: None), threading.Event(), []
-    ahead = Ahead(feed)
+    ahead = Ahead(feed, alone())
     ahead.order(step=2, version=1, num_groups=4)
     threading.Timer(1.5, stop.set).start()
     with pytest.raises(Stopped):
