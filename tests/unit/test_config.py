@@ -240,6 +240,7 @@ def test_a_folder_with_a_run_is_continued_or_refused_never_overwritten(tmp_path)
     config = check(folder)
     Path(config.run.dir).mkdir()
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    assert check(folder).run.id == config.run.id, "a run that is continued keeps its id"
     same_id = f"run.id={config.run.id}"
     assert run_dir_faults(check(folder, same_id)) == []
     assert run_dir_faults(check(folder, same_id, "run.max_steps=5")) == []
