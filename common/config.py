@@ -72,8 +72,8 @@ class Section(BaseModel):
 
 class Run(Section):
     id: str | None = None
-    """Name of the run; letters, digits, `.`, `_`, `-`. Default: that of the run in `run.dir`, else the config's name and
-    the time."""
+    """Name of the run; letters, digits, `.`, `_`, `-`. Default: that of the run in `run.dir`, else the config's name
+    and the time."""
     dir: str | None = None
     """Folder of the run. Default: `runs/<run.id>`."""
     seed: NonNegativeInt = 0
