@@ -19,6 +19,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from common.adapters import MAX_SERVED_RANK
 from common.metric_table import declared
 from common.thresholds import parse_rejection, parse_threshold
 
@@ -60,6 +61,9 @@ KLKind = Literal[
 HOST_KEYS = ("reward.custom_function.path", "model.trust_remote_code", "trainer.resume_from_path")
 
 
+MODEL_ENDS = {"lm_head", "embed_tokens", "embed_out", "embed_in", "wte"}  # names of heads and embeddings
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=False, protected_namespaces=()
@@ -68,7 +72,8 @@ class Section(BaseModel):
 
 class Run(Section):
     id: str | None = None
-    """Name of the run; letters, digits, `.`, `_`, `-`. Default: the config's name and the time."""
+    """Name of the run; letters, digits, `.`, `_`, `-`. Default: that of the run in `run.dir`, else the config's name
+    and the time."""
     dir: str | None = None
     """Folder of the run. Default: `runs/<run.id>`."""
     seed: NonNegativeInt = 0
@@ -115,7 +120,7 @@ class Model(Section):
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
     lora_rank: NonNegativeInt = 0
     """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
-    generators get the merged weights. 0: all weights are trained."""
+    generators get the merged weights, or the adapters (`weights.adapters_only`). 0: all weights are trained."""
     lora_alpha: PositiveInt = 16
     """Adapters count `lora_alpha / lora_rank` times."""
     target_modules: str | list[str] = "all-linear"
@@ -404,8 +409,10 @@ class Trainer(Section):
     guard: Guard = Field(default_factory=Guard)
     nproc_per_node: PositiveInt = 1
     """Learner ranks on this host."""
-    logger: list[Literal["console", "wandb"]] = ["console", "wandb"]
+    logger: list[Literal["console", "wandb", "tensorboard", "prometheus"]] = ["console", "wandb"]
     """Sinks beside `metrics.jsonl`, which is always written."""
+    prometheus_port: int = Field(0, ge=0, lt=1 << 16)
+    """Where sink `prometheus` is asked, on `run.bind_host`; 0: any free port, which the log says."""
     project_name: str = "leeway"
     """wandb project."""
     experiment_name: str | None = None
@@ -430,6 +437,9 @@ class Weights(Section):
     transport: Literal["auto", "gloo", "nccl", "snapshot"] = "auto"
     """How weights travel; auto: gloo. A newcomer, and a member whose transfer failed, pulls a snapshot in any case.
     nccl is written, but was not yet run on two GPUs."""
+    adapters_only: bool = False
+    """With `model.lora_rank`: send the adapters alone, which engines compute beside the base. They read the base from
+    the learner's model folder, which must be on their host. A smaller version, and more work for each token."""
     snapshot: Literal["zmq", "file"] = "zmq"
     """How snapshots are pulled: over a socket of the learner, or from RUN_DIR/weights, which generators must see under
     the same path. There the learner keeps the newest one or two versions as folders that `from_pretrained` loads."""
@@ -576,6 +586,27 @@ def combination_faults(c: Config) -> list[str]:
         c.model.attn_implementation == "varlen" and c.model.dtype == "float32",
         "model.attn_implementation=varlen: flash attention computes in bfloat16; set model.dtype=bfloat16, or use sdpa",
     )
+    targets = [c.model.target_modules] if isinstance(c.model.target_modules, str) else c.model.target_modules
+    ends = sorted({t.rsplit(".", 1)[-1] for t in targets} & MODEL_ENDS)
+    refuse(
+        bool(c.model.lora_rank and ends),
+        f"model.target_modules={c.model.target_modules}: {', '.join(ends)} is at the model's end, where an adapter can "
+        "neither be merged nor served; name linear layers between the embeddings and the head, or all-linear",
+    )
+    refuse(
+        c.weights.adapters_only and c.model.lora_rank == 0,
+        "weights.adapters_only=true: there are no adapters; set model.lora_rank, or leave it out",
+    )
+    refuse(
+        c.weights.adapters_only and c.weights.snapshot == "file",
+        "weights.snapshot=file: its folders hold whole models, but with weights.adapters_only=true a version is "
+        "adapters alone; leave one of them out",
+    )
+    refuse(
+        c.weights.adapters_only and c.model.lora_rank > MAX_SERVED_RANK,
+        f"model.lora_rank={c.model.lora_rank}: engines compute adapters of rank {MAX_SERVED_RANK} at most; lower it, "
+        "or set weights.adapters_only=false",
+    )
     split, shard = c.actor.ulysses_sequence_parallel_size, c.actor.fsdp_config.fsdp_size
     for key, size in (("ulysses_sequence_parallel_size", split), ("fsdp_config.fsdp_size", shard)):
         refuse(
@@ -593,13 +624,6 @@ def combination_faults(c: Config) -> list[str]:
             f"{name}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={B}",
         )
         refuse(
-            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu * split < c.max_sequence_tokens,
-            f"{name}.ppo_max_token_len_per_gpu={part.ppo_max_token_len_per_gpu}: one sequence can have "
-            f"data.max_prompt_length + data.max_response_length = {c.max_sequence_tokens} tokens; "
-            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
-            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
-        )
-        refuse(
             part.use_torch_compile and split > 1,
             f"{name}.use_torch_compile=true: layers that exchange rows with other ranks are not compiled; set it to "
             "false, or actor.ulysses_sequence_parallel_size=1",
@@ -608,6 +632,18 @@ def combination_faults(c: Config) -> list[str]:
             part.fsdp_config.offload_policy and (part.fsdp_config.param_offload or part.fsdp_config.optimizer_offload),
             f"{name}.fsdp_config.offload_policy=true: keeps weights and optimizer in host memory all the time; "
             "leave out param_offload and optimizer_offload",
+        )
+    for key, dynamic, budget in (
+        ("actor.ppo_max_token_len_per_gpu", c.actor.use_dynamic_bsz, c.actor.ppo_max_token_len_per_gpu),
+        ("actor.log_prob_max_token_len_per_gpu", c.actor.use_dynamic_bsz, c.actor.log_prob_max_token_len_per_gpu),
+        ("critic.ppo_max_token_len_per_gpu", c.critic.use_dynamic_bsz, c.critic.ppo_max_token_len_per_gpu),
+    ):
+        refuse(
+            dynamic and budget is not None and budget * split < c.max_sequence_tokens,
+            f"{key}={budget}: one sequence can have data.max_prompt_length + data.max_response_length = "
+            f"{c.max_sequence_tokens} tokens; "
+            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
+            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
         )
     refuse(
         c.rollout.n == 1
@@ -626,6 +662,11 @@ def combination_faults(c: Config) -> list[str]:
             parse_rejection(correction.rollout_rs, correction.rollout_rs_threshold or "none given")
         except ValueError as e:
             faults.append(f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs}: {e}")
+    refuse(
+        c.algorithm.proximal == "bypass" and c.algorithm.rollout_correction.rollout_rs is not None,
+        "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass the ratio it looks at is always 1, so "
+        "nothing would be rejected; use algorithm.proximal=recompute, or no rejection",
+    )
     refuse(
         c.algorithm.proximal == "loglinear" and c.algorithm.rollout_correction.rollout_rs is not None,
         "algorithm.rollout_correction.rollout_rs: loglinear has no proximal log-probs before the update, on which "

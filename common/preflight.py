@@ -35,8 +35,8 @@ MAY_CHANGE = (
     "run.max_steps:", "run.goal_score:", "run.goal_window:", "run.redis_url:", "run.stop_timeout_s:",
     "run.start_timeout_s:", "run.max_restarts:", "generators.count:", "trainer.guard.", "trainer.save_freq:",
     "trainer.test_freq:", "trainer.max_ckpt_to_keep:", "trainer.async_save:", "trainer.logger:",
-    "trainer.resume_mode:", "trainer.resume_from_path:", "trainer.project_name:", "trainer.experiment_name:",
-    "ledger.fsync:", "ledger.keep_bytes:", "ledger.redo_bytes:", "ledger.untrained_bytes:",
+    "trainer.prometheus_port:", "trainer.resume_mode:", "trainer.resume_from_path:", "trainer.project_name:",
+    "trainer.experiment_name:", "ledger.fsync:", "ledger.keep_bytes:", "ledger.redo_bytes:", "ledger.untrained_bytes:",
 )  # fmt: skip
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
 REPLAY_MATTERS = (
@@ -76,7 +76,7 @@ def checked_config(
 def world_faults(config: Config) -> list[str]:
     """What the config names and this machine does not have."""
     return [*_data(config), *_model(config), *_reward(config), *_redis(config.run.redis_url),
-            *_replay(config), *_resume_path(config)]  # fmt: skip
+            *_replay(config), *_resume_path(config), *_sinks(config)]  # fmt: skip
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -109,7 +109,8 @@ def _model(config: Config) -> Iterator[str]:
 def staging_faults(config: Config) -> Iterator[str]:
     """The engines of this host have room for a staged version each. (Each looks for itself, too, when it starts.)"""
     count, dtype = config.generators.count, config.model.dtype
-    if config.weights.staging != "host" or config.replay.rollouts or not config.model.path:
+    weights = config.weights
+    if weights.staging != "host" or weights.adapters_only or config.replay.rollouts or not config.model.path:
         return
     numel = num_elements(Path(config.model.path).expanduser())
     if numel is None:
@@ -118,8 +119,8 @@ def staging_faults(config: Config) -> Iterator[str]:
     if free is not None and count * size > free:
         yield (
             f"generators.count={count}: with weights.staging=host the engines of this host stage a version each, "
-            f"{count} × {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB of its memory are free; start fewer, free some, or "
-            "set weights.staging=device or none"
+            f"{count} × {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB of its memory are free; start fewer, free some, "
+            "or set weights.staging=device or none"
         )
 
 
@@ -208,8 +209,16 @@ def _resume_path(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path: give the checkpoint with trainer.resume_from_path=…/checkpoints/step_N"
     elif path is not None and mode != "resume_path":
         yield f"trainer.resume_from_path={path}: is not used with trainer.resume_mode={mode}; set that to resume_path"
+    elif path is not None and not re.fullmatch(r"step_\d+", Path(path).name):
+        yield f"trainer.resume_from_path={path}: is no checkpoint of a run; give …/checkpoints/step_N"
     elif path is not None and not (Path(path).expanduser() / "manifest.json").is_file():
         yield f"trainer.resume_from_path={path}: is no finished checkpoint (no manifest.json in it)"
+
+
+def _sinks(config: Config) -> Iterator[str]:
+    for name, package in (("tensorboard", "tensorboard"), ("prometheus", "prometheus_client")):
+        if name in config.trainer.logger and importlib.util.find_spec(package) is None:
+            yield f"trainer.logger: {name} needs the package {package}; install it (the extra `sinks`), or leave it out"
 
 
 def recorded_config(path: Path) -> str | None:

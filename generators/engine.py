@@ -14,12 +14,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.adapters import Adapters
 from common.canary import Canary
 from common.config import Config
-from common.errors import DisprovedError, EngineError, OtherModelError, WeightError
+from common.errors import ConfigError, DisprovedError, EngineError, OtherModelError, WeightError
 from common.logs import LOGGER
 from common.sockets import Mailbox
 from generators.member import Swapped
@@ -50,6 +52,9 @@ class Engine(Requests):
         self._patience_s = PATIENCE * config.weights.timeout_s
         self._died = False
         self._timeout_s = config.weights.timeout_s
+        model = config.model
+        adapters = Adapters(model.lora_rank, model.lora_alpha, model.target_modules)
+        self._adapters = adapters if config.weights.adapters_only else None
 
     # ------------------------------------------------------------ start and end
     @classmethod
@@ -65,6 +70,7 @@ class Engine(Requests):
         Raises:
             EngineError: vLLM does not start; its own message is in the text or above on stderr. Or there is no room
                 for a staged version (``weights.staging``) now.
+            ConfigError: adapters are to be sent alone for a layer beside which vLLM cannot compute one.
         """
         folder = Path(tempfile.mkdtemp(prefix="leeway-"))
         mailbox = Mailbox((mailbox_address or f"{folder}/events").removeprefix("ipc://"))
@@ -140,7 +146,10 @@ class Engine(Requests):
 
     async def _plan_staging(self) -> None:
         """Say what `weights.staging` will need, and refuse what there is no room for."""
-        plans = await self.rpc("plan_staging", staging=self._staging, shared=self.shared)
+        adapters = self._adapters and asdict(self._adapters)
+        plans = await self.rpc("plan_staging", staging=self._staging, shared=self.shared, adapters=adapters)
+        if faults := [text for word, text, _ in plans if word == "refused"]:
+            raise ConfigError(faults[0])
         size, free = plans[0][1], min((p[2] for p in plans if p[2] is not None), default=None)
         if self._staging == "none":
             _log.info("weights.staging=none: %s are loaded as they come, and the engine pauses so long", _GB(size))

@@ -1,7 +1,8 @@
 """The folder that this host's engine starts from: the learner's own, if it is here, else a copy of its files.
 
 Consumes the registry (where the files lie, their digest, the learner's address). Waits, by name, for
-the announcement and for the learner. No weights are read: engines start with dummy ones.
+the announcement and for the learner. No weights are read, engines start with dummy ones, except for the base under
+`weights.adapters_only`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def model_folder(control: Control, config: Config, run_dir: Path, stop: threadin
     Raises:
         DeadlineError: no learner announced them, or answered, within ``run.start_timeout_s``.
         WeightError: what the learner sent is not what it announced.
-        ConfigError: the model needs code, which does not travel.
+        ConfigError: the model needs code, which does not travel; or the base, of which only adapters will be sent.
         Stopped: when ``stop`` is set.
     """
     deadline_s = config.run.start_timeout_s
@@ -42,7 +43,13 @@ def model_folder(control: Control, config: Config, run_dir: Path, stop: threadin
     digest = control.model_digest()
     there = Path(path)
     if _has_these(there, digest):
+        _refuse_without_weights(config, there)
         return path
+    if config.weights.adapters_only:
+        raise ConfigError(
+            f"weights.adapters_only=true: the learner's {path} is not on this host, or has other files, and only "
+            "adapters are sent; put it there on this host too, or leave adapters_only out"
+        )
     target = run_dir / "model-files" / digest[:16]
     while True:
         address = control.wait_for(
@@ -70,6 +77,14 @@ def _has_these(folder: Path, digest: str) -> bool:
         return (folder / "config.json").is_file() and digest_of(list_files(folder)) == digest
     except ConfigError:
         return False
+
+
+def _refuse_without_weights(config: Config, folder: Path) -> None:
+    if config.weights.adapters_only and not any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        raise ConfigError(
+            f"weights.adapters_only=true: {folder} has no weights of the base on this host (*.safetensors); put them "
+            "there, or leave adapters_only out"
+        )
 
 
 def _pull(address: str, target: Path, digest: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.config import Config
 from common.errors import EngineError, RequestCancelled
-from generators.starting import PROGRESS_TOKENS
+from generators.starting import ADAPTER_ID, ADAPTER_NAME, PROGRESS_TOKENS
 
 # vLLM only says "see above"; its processes write where their launcher writes.
 ENDED = "the engine's process ended; what it said last is on stderr (of a launched run: RUN_DIR/logs/generators.out)"
@@ -43,6 +43,7 @@ class Requests:
         self._trusted.set()
         self._num_disproofs = 0
         self._num_proofs = 0
+        self._adapter = _adapter_request() if config.weights.adapters_only else None  # of every request
 
     async def generate(
         self,
@@ -110,7 +111,9 @@ class Requests:
         last = None
         held_at_start = self.version
         try:
-            async for out in self._llm.generate(tokens_input(prompt_ids), params, request_id):
+            async for out in self._llm.generate(
+                tokens_input(prompt_ids), params, request_id, lora_request=self._adapter
+            ):
                 last = out.outputs[0]
                 ids += last.token_ids
                 if last.token_ids:
@@ -142,12 +145,21 @@ class Requests:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         last = None
-        async for out in self._llm.generate(tokens_input(list(ids)), params, f"canary-{self._num_proofs}", priority=-1):
+        async for out in self._llm.generate(
+            tokens_input(list(ids)), params, f"canary-{self._num_proofs}", lora_request=self._adapter, priority=-1
+        ):
             last = out
         if last is None or last.prompt_logprobs is None:
             raise EngineError("the engine gave no log-probs of the canary")
         flat = last.prompt_logprobs
         return [flat.logprobs[i] for i in flat.start_indices[1:]]
+
+
+def _adapter_request() -> Any:
+    """The adapter in the engine's one slot, whichever version fills it (``adapter_slot.py``); the path is not read."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "published")
 
 
 @functools.lru_cache(maxsize=64)

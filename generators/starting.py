@@ -17,7 +17,9 @@ from typing import Any
 from common.config import Config
 from common.errors import EngineError
 
+ADAPTER_NAME, ADAPTER_ID = "policy", 1  # of the one adapter, under `weights.adapters_only`
 BACKEND = "leeway"  # name of our weight-transfer backend inside the worker
+SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
 PROGRESS_TOKENS = 32  # vLLM reports a running request every so many tokens
 
 # Read by vLLM, torch and Hugging Face when they are imported, or at each use.
@@ -121,7 +123,7 @@ def engine_args(model_path: str, config: Config, seed: int, on_cpu: bool) -> dic
     workers = rollout.tensor_model_parallel_size
     args: dict[str, Any] = {
         "model": model_path,
-        "load_format": "dummy",
+        "load_format": "auto" if config.weights.adapters_only else "dummy",
         "dtype": config.model.dtype,
         "seed": seed,
         "max_model_len": config.max_sequence_tokens,
@@ -139,6 +141,9 @@ def engine_args(model_path: str, config: Config, seed: int, on_cpu: bool) -> dic
         "worker_extension_cls": "generators.worker.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
+    if config.weights.adapters_only:
+        rank = next(r for r in SERVED_RANKS if r >= config.model.lora_rank)
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if on_cpu:
         if workers > 1 and _num_numa_nodes() < workers:  # vLLM binds a worker to each node, or refuses
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -25,12 +25,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from common.adapters import Adapters, is_adapter, sent_name
 from common.buffers import Buffer, free_on
-from common.errors import EngineError, OtherModelError, WeightError
+from common.errors import ConfigError, EngineError, OtherModelError, WeightError
 from common.failpoints import failpoint
 from common.processes import die_with_parent
 from common.sockets import post
 from common.wire import encode
+from generators.adapter_slot import AdapterSlot
 from generators.arriving import Arriving
 from generators.receiving import Layout, Line, Shapes, reason_of
 from generators.staging import Staging
@@ -120,7 +122,7 @@ def _refresh_tied_head(model: Any, model_config: Any) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def _shapes_of(model_config: Any) -> Shapes | None:
+def _shapes_of(model_config: Any, adapters: Adapters | None) -> Shapes | None:
     """Name and shape of each tensor that the learner would send for this model; None: transformers does not say."""
     from transformers import AutoModelForCausalLM
 
@@ -130,7 +132,10 @@ def _shapes_of(model_config: Any) -> Shapes | None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=model_config.trust_remote_code)
     except Exception:  # whatever it is: the load and the canary are left to judge by
         return None
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if adapters is None:
+        return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    adapters.inject(model)
+    return {sent_name(name): tuple(p.shape) for name, p in model.named_parameters() if is_adapter(name)}
 
 
 class WorkerExtension:
@@ -141,10 +146,17 @@ class WorkerExtension:
 
     _staging: Staging | None = None
     _layout: Layout | None = None
+    _slot: AdapterSlot | None = None  # if versions are adapters alone
 
-    def plan_staging(self, *, staging: str, shared: str) -> list[Any]:
-        """``["planned", bytes of a version, free bytes where it would lie]``; None: not known."""
-        model = _shapes_of(self.model_config)
+    def plan_staging(self, *, staging: str, shared: str, adapters: dict[str, Any] | None = None) -> list[Any]:
+        """``["planned", bytes of a version, free bytes where it would lie]``; None: not known.
+
+        Or ``["refused", why, None]``: such adapters cannot be computed here.
+        """
+        try:
+            model = self._plan_adapters(Adapters(**adapters)) if adapters else _shapes_of(self.model_config, None)
+        except ConfigError as e:
+            return ["refused", str(e), None]
         if staging == "none":
             self._layout, self._line = Layout(model), Line()
         else:
@@ -153,6 +165,13 @@ class WorkerExtension:
         numel = None if model is None else sum(math.prod(shape) for shape in model.values())
         free = free_on(self.device if staging == "device" else torch.device("cpu"))
         return ["planned", None if numel is None else numel * self.model_config.dtype.itemsize, free]
+
+    def _plan_adapters(self, adapters: Adapters) -> Shapes | None:
+        """Raises ConfigError for those that cannot be computed here."""
+        self._slot = AdapterSlot(self.model_runner.lora_manager, adapters, self.model_config.get_vocab_size())
+        model = _shapes_of(self.model_config, adapters)
+        self._slot.refuse_unknown_layers(model or {})
+        return model
 
     def stage(self, *, mailbox: str, **transfer: Any) -> list[Any]:
         """Start to receive a version (``Staging.begin``); events go to ``mailbox``.
@@ -180,6 +199,9 @@ class WorkerExtension:
             weights = self._staging.take(version)
         except WeightError as e:
             return str(e)
+        if self._slot is not None:
+            self._slot.fill(weights.tensors())
+            return None
         self.start_weight_update()
         self.update_weights({"weights": weights})
         self.finish_weight_update()
@@ -219,6 +241,9 @@ class WorkerExtension:
 
     def _load(self, arriving: Arriving) -> None:
         """Raises what the transfer raises, after which the model can be loaded again; or EngineError."""
+        if self._slot is not None:
+            self._slot.fill(arriving.tensors())
+            return
         self.start_weight_update()
         try:
             self.update_weights({"weights": arriving})

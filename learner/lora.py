@@ -2,7 +2,8 @@
 
 The layers are peft's, put into the model in place; no wrapper around it, no generation code of peft's.
 `fully_shard` takes frozen and trained parameters side by side. Engines get W + (alpha / rank) · B A, made
-tensor by tensor as it is copied out, so that they need not know of adapters, and W itself stays as it was.
+tensor by tensor as it is copied out, so that they need not know of adapters, and W itself stays as it was;
+or the adapters alone (`weights.adapters_only`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from common.adapters import Adapters, is_adapter, sent_name
 from common.config import Model
 from common.errors import ConfigError
 from learner.files import replace_folder
@@ -33,18 +35,7 @@ def add_adapters(lm: nn.Module, options: Model, *, dtype: torch.dtype = torch.fl
     Raises:
         ConfigError: peft is not installed; a target that is no linear layer of the backbone.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as e:
-        raise ConfigError("model.lora_rank: needs peft; install it (the extra `lora`), or set it to 0") from e
-    config = LoraConfig(
-        r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=options.target_modules, lora_dropout=0.0,
-        bias="none", task_type="CAUSAL_LM",
-    )  # fmt: skip
-    try:
-        inject_adapter_in_model(config, lm, low_cpu_mem_usage=next(lm.parameters()).is_meta)
-    except ValueError as e:
-        raise ConfigError(f"model.target_modules={options.target_modules}: {str(e).splitlines()[0]}") from e
+    config = Adapters(options.lora_rank, options.lora_alpha, options.target_modules).inject(lm)
     _refuse_other_layers(lm, options)
     for name, p in lm.named_parameters():
         if is_adapter(name):
@@ -70,11 +61,6 @@ def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in module.named_modules() if hasattr(m, "lora_A")]
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
-
-
 def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face names and whole tensors of a model with or without adapters; collective if it is sharded.
 
@@ -87,6 +73,13 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if name.endswith(BASE + "weight"):
             tensor = tensor.float() + _delta(lm.get_submodule(name.removesuffix(BASE + "weight")))
         yield name.replace(BASE, "."), tensor
+
+
+def adapter_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names as sent and whole tensors of the adapters alone, float32; collective if the model is sharded."""
+    for name, p in lm.named_parameters():
+        if is_adapter(name):
+            yield sent_name(name), _whole(p.detach())
 
 
 def _delta(layer: Any) -> Tensor:
@@ -157,11 +150,7 @@ def save_adapter(target: Path, lm: nn.Module, config: Any, *, base: str, first: 
     """
     from safetensors.torch import save_file
 
-    weights = {
-        f"base_model.model.{name.replace('.default.', '.')}": _whole(p.detach()).cpu().float().contiguous()
-        for name, p in lm.named_parameters()
-        if is_adapter(name)
-    }
+    weights = {f"base_model.model.{name}": t.cpu().float().contiguous() for name, t in adapter_parameters(lm)}
     if not first:
         return
 

@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
 from learner.logprobs import at_least_float32, token_logprobs
-from learner.lora import merged_parameters, reset_adapters
+from learner.lora import adapter_parameters, merged_parameters, reset_adapters
 from learner.offload import Offload
 from learner.packing import MicroBatch
 
@@ -306,13 +306,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def published_weights(actor: Actor, *, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and whole tensors in the served dtype, adapters merged; a tied head is not listed.
+def published_weights(actor: Actor, *, dtype: str, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and whole tensors in the served dtype, adapters merged or alone; a tied head is not listed.
 
     On one rank in float32 these are the parameters themselves: copy them before the next update.
     """
     reshard(actor)
-    for name, tensor in merged_parameters(actor.lm):
+    for name, tensor in adapter_parameters(actor.lm) if adapters_only else merged_parameters(actor.lm):
         yield name, tensor.to(DTYPES[dtype])
 
 

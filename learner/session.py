@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from common.adapters import Adapters
 from common.metrics import MetricsWriter
 from common.model_files import FileServer, digest_of, list_files
 from common.roles import Role
 from learner import ending, resume
 from learner.ahead import Ahead
-from learner.canary import CanaryForward
+from learner.canary import AdapterCanary, CanaryForward
 from learner.checkpoint import Checkpoints
 from learner.families import vocab_size
 from learner.feed import Feed
@@ -83,21 +84,24 @@ class Session:
             own = self._recorded_feed(ranks, checkpoints.position(), served)
         else:
             ranks.share(self._wait_for_broker)
-            own = self._own_feed() if ranks.first else None
+            own = self._own_feed()
         feed = SharedFeed(own, ranks)
         attached = feed.attach()
         alone = ranks.first or bool(config.replay.rollouts)  # a replay gathers no weights: nobody is sent them
         publisher = self._own_publisher(attached.epoch) if alone else Helper()
-        folder, warmup = ranks.share(lambda: self._initial_weights(served))
+        folder, warmup = ranks.share(lambda: self._initial_weights(served, ranks.device))
+        if config.weights.adapters_only:
+            ranks.share(lambda: self._announce(folder))  # engines read the base
         self._state("loads the models")
         writer = self._own_writer() if ranks.first else Helper()
         self.learner = Learner(
             config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
-            started=self.started, ahead=self._ahead(own) if isinstance(own, Feed) else None, guard=self._guard(),
+            started=self.started, ahead=self._ahead(own, ranks) if isinstance(own, Feed) else None,
+            guard=self._guard(),
         )  # fmt: skip
         if isinstance(publisher, Publisher):
-            publisher.prove_with(self._canary())
+            publisher.prove_with(self._canary(folder))
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached, begun=role.begun)
@@ -111,15 +115,19 @@ class Session:
         self._state(f"ends: {ended}")
         ending.finish(self.learner, ended, tokenizer=self.tokenizer)
 
-    # ------------------------------------------------------------ rank 0's own
+    # ------------------------------------------------------------ parts, most of them rank 0's alone
     def _announce_model(self) -> Path:
         served = served_folder(self.role.config, self.role.run_dir)
-        if self.role.config.replay.rollouts:
-            return served  # no engine starts from it
-        files = list_files(served)
-        self._files = FileServer(served, files)
-        self.role.control.publish_model(str(served), digest_of(files))
+        if not self.role.config.weights.adapters_only:  # else its weights may still be on their way
+            self._announce(served)
         return served
+
+    def _announce(self, folder: Path) -> None:
+        if self.role.config.replay.rollouts:
+            return  # no engine starts from it
+        files = list_files(folder)
+        self._files = FileServer(folder, files)
+        self.role.control.publish_model(str(folder), digest_of(files))
 
     def _wait_for_broker(self) -> None:
         self._state("waits for the broker")
@@ -164,24 +172,30 @@ class Session:
         config = self.role.config
         return Guard(config.trainer.guard) if config.trainer.guard.limits and not config.replay.rollouts else None
 
-    def _canary(self) -> CanaryForward:
-        config = self.role.config
-        return CanaryForward(
-            self.learner.models.actor.module.lm, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens - 1,
-            trust_remote_code=config.model.trust_remote_code,
-        )  # fmt: skip
+    def _canary(self, folder: Path) -> CanaryForward:
+        config, model = self.role.config, self.role.config.model
+        served: dict[str, Any] = {
+            "dtype": model.dtype, "max_tokens": config.max_sequence_tokens - 1,
+            "trust_remote_code": model.trust_remote_code,
+        }  # fmt: skip
+        if config.weights.adapters_only:
+            adapters = Adapters(model.lora_rank, model.lora_alpha, model.target_modules)
+            return AdapterCanary(folder, adapters, **served)
+        return CanaryForward(self.learner.models.actor.module.lm, **served)
 
     def _own_writer(self) -> MetricsWriter:
         writer = MetricsWriter(self.role.run_dir, self.role.config)
         self._open.callback(writer.close)
         return writer
 
-    def _initial_weights(self, served: Path) -> tuple[Path, WarmupResult | None]:
+    def _initial_weights(self, served: Path, device: torch.device) -> tuple[Path, WarmupResult | None]:
         role = self.role
-        return initial_folder(role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state)
+        return initial_folder(
+            role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state, device=device
+        )
 
-    def _ahead(self, feed: Feed) -> Ahead:
-        ahead = Ahead(feed.another())
+    def _ahead(self, feed: Feed, ranks: Ranks) -> Ahead:
+        ahead = Ahead(feed.another(), ranks)
         self._open.callback(ahead.close)
         return ahead
 

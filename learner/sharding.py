@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
+from common.adapters import is_adapter
 from common.errors import ConfigError
 from common.logs import LOGGER
-from learner.lora import BASE, is_adapter
+from learner.lora import BASE
 from learner.model import DTYPES
 from learner.ranks import Ranks
 

@@ -116,7 +116,13 @@ def test_every_key_has_a_sentence():
         ("actor.fsdp_config={offload_policy: true, param_offload: true}", "actor.fsdp_config.offload_policy=true: "),
         ("ref.fsdp_config={offload_policy: true, param_offload: true}", "ref.fsdp_config.offload_policy=true: "),
         ("actor={use_torch_compile: true, ulysses_sequence_parallel_size: 2}", "actor.use_torch_compile=true: "),
+        ("weights.adapters_only=true", "weights.adapters_only=true: there are no adapters; set model.lora_rank"),
+        ("model={lora_rank: 4, target_modules: [q_proj, lm_head]}", "model.target_modules=['q_proj', 'lm_head']: lm"),
+        ("model={lora_rank: 4, target_modules: model.embed_tokens}", "model.target_modules=model.embed_tokens: emb"),
         ("model={attn_implementation: varlen, dtype: float32}", "model.attn_implementation=varlen: flash attention"),
+        ("actor.log_prob_max_token_len_per_gpu=8", "actor.log_prob_max_token_len_per_gpu=8: one sequence can have"),
+        ("algorithm={proximal: bypass, rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2}}",
+         "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass"),
         ("rollout.n=1", "rollout.n=1: grpo compares samples of one prompt"),
         ("rollout={n: 1}", "rollout.n=1: grpo compares samples of one prompt"),
         ("run.bind_host=0.0.0.0", "run.bind_host=0.0.0.0: a public bind needs transport keys"),
@@ -127,6 +133,18 @@ def test_every_key_has_a_sentence():
 def test_one_fault_says_what_and_where(override, expected):
     found = faults(override)
     assert any(f.startswith(expected) for f in found), found
+
+
+def test_the_rank_of_adapters_that_engines_compute_is_bounded():
+    found = faults("model.lora_rank=513", "weights.adapters_only=true")
+    assert [f for f in found if "model.lora_rank=513: engines compute adapters of rank 512 at most" in f]
+    found = faults("model.lora_rank=512", "weights.adapters_only=true", "rollout.n=1")
+    assert not [f for f in found if "lora_rank" in f or "adapters_only" in f]
+
+
+def test_folders_of_whole_models_hold_no_adapters():
+    found = faults("model.lora_rank=4", "weights.adapters_only=true", "weights.snapshot=file")
+    assert [f for f in found if f.startswith("weights.snapshot=file: its folders hold whole models")]
 
 
 def test_dynamic_sampling_needs_groups_and_remax_has_a_greedy_sample_more():
@@ -251,6 +269,7 @@ def test_a_folder_with_a_run_is_continued_or_refused_never_overwritten(tmp_path)
     config = check(folder)
     Path(config.run.dir).mkdir()
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    assert check(folder).run.id == config.run.id, "a run that is continued keeps its id"
     same_id = f"run.id={config.run.id}"
     assert run_dir_faults(check(folder, same_id)) == []
     assert run_dir_faults(check(folder, same_id, "run.max_steps=5")) == []

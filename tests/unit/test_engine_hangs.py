@@ -11,7 +11,7 @@ import pytest
 
 from common.canary import Canary
 from common.config import Config
-from common.errors import DisprovedError, EngineError, RequestCancelled, WeightError
+from common.errors import ConfigError, DisprovedError, EngineError, RequestCancelled, WeightError
 from common.logs import LOGGER
 from generators.engine import Engine
 
@@ -160,6 +160,18 @@ def test_a_request_that_waits_for_a_trusted_load_can_be_cancelled(where: str, tm
         assert not engine._running and not engine._trusted.is_set()
 
     asyncio.run(cancel())
+
+
+def test_adapters_that_vllm_does_not_compute_end_the_engine_for_good(tmp_path: Path) -> None:
+    child = Child()
+    child.collective_rpc = child._call("rpc", [["refused", "no adapter beside model.layers.0.mixer.in_proj", None]])
+
+    async def plan() -> None:
+        await make_engine(child, tmp_path)._plan_staging()
+
+    with pytest.raises(ConfigError, match="no adapter beside") as error:
+        asyncio.run(plan())
+    assert error.value.exit_code == 2  # a restart would not mend it
 
 
 @pytest.mark.parametrize(

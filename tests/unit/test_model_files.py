@@ -152,6 +152,24 @@ def test_another_folder_at_the_learners_path_is_left_alone(
     assert find(other) == pulled  # too much to be the learner's
 
 
+def test_where_only_adapters_are_sent_the_base_must_be_here(folder: Path, tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"lora_rank": 4}, "weights": {"adapters_only": True}})
+    digest = digest_of(list_files(folder))
+
+    def find(there: Path) -> str:
+        control: Any = SimpleNamespace(wait_for_model=lambda *args: str(there), model_digest=lambda: digest)
+        return model_folder.model_folder(control, config, tmp_path / "run", threading.Event())
+
+    with pytest.raises(ConfigError, match="is not on this host, or has other files, and only adapters are sent"):
+        find(tmp_path / "elsewhere")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="has no weights of the base on this host"):
+        find(folder)
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+    assert find(folder) == str(folder)
+
+
 def test_what_comes_otherwise_than_announced_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     files = list_files(folder)
     server = FileServer(folder, files)

@@ -13,8 +13,8 @@ ROLES = ("broker", "generators", "learner")
 HOMES = {  # library -> the only files that import it
     "zmq": {"common/sockets.py"},
     "redis": {"common/control.py"},
-    "wandb": {"common/metrics.py"},
-    "vllm": {"generators/starting.py", "generators/requests.py", "generators/worker.py"},
+    "wandb": {"common/sinks.py"},
+    "vllm": {f"generators/{name}.py" for name in ("starting", "requests", "worker", "adapter_slot")},
 }
 NO_TORCH = ("common.loading", "common.preflight", "common.control", "common.roles", "common.local_run", "common.verbs",
             "common.wire", "common.sockets", "launch")  # fmt: skip
