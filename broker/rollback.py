@@ -59,7 +59,10 @@ def roll_back(folder: Path, to: int | None) -> int:
     if not (folder / LEDGER).is_file() or not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder}: no run here ({LEDGER} or {CONFIG_FILE} is missing)")
     config, who = read_config(folder / CONFIG_FILE), f"{getpass.getuser()}@{socket.gethostname()}"
-    to = checked_step(folder, to)
+    if to is None:
+        print(f"{folder}: {choices(checkpoints(folder)[0])}")
+        return 0
+    check_step(folder, to)
     try:
         with occupy(folder), closing(open_store(folder, config)) as store:
             step, version, dropped = decide(config, store, to, who)
@@ -128,23 +131,28 @@ def open_ledger(config: Config, store: Store) -> Ledger:
     return Ledger(rules, limit=NEVER, snapshot=store.snapshot())
 
 
-def checked_step(folder: Path, to: int | None) -> int:
+def check_step(folder: Path, to: int) -> None:
     """Raises ConfigError, with the steps that can be gone back to."""
-    with closing(Archive(folder)) as archive:
-        valid, abandoned = archive.checkpoints(), archive.abandoned_steps()
-    whole = [step for step in valid if (checkpoint(folder, step) / MANIFEST).is_file()]
-    choices = f"checkpoints to go back to: {', '.join(map(str, whole)) or 'none'}"
-    if to is None:
-        raise ConfigError(f"{folder}: say to which step; {choices}")
+    whole, abandoned = checkpoints(folder)
     if to in abandoned:
-        raise ConfigError(f"{folder}: step {to} was given up by an earlier rollback; {choices}")
+        raise ConfigError(f"{folder}: step {to} was given up by an earlier rollback; {choices(whole)}")
     if to not in whole:
-        raise ConfigError(f"{folder}: step {to} has no valid checkpoint; {choices}")
+        raise ConfigError(f"{folder}: step {to} has no valid checkpoint; {choices(whole)}")
     try:
         verify(checkpoint(folder, to))
     except CheckpointError as e:
-        raise ConfigError(f"{e}; choose another step; {choices}") from e
-    return to
+        raise ConfigError(f"{e}; choose another step; {choices(whole)}") from e
+
+
+def checkpoints(folder: Path) -> tuple[list[int], set[int]]:
+    """Steps that have a finished checkpoint, and steps that were given up."""
+    with closing(Archive(folder)) as archive:
+        valid, abandoned = archive.checkpoints(), archive.abandoned_steps()
+    return [step for step in valid if (checkpoint(folder, step) / MANIFEST).is_file()], abandoned
+
+
+def choices(whole: list[int]) -> str:
+    return f"checkpoints to go back to: {', '.join(map(str, whole)) or 'none'}"
 
 
 def checkpoint(folder: Path, step: int) -> Path:

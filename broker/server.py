@@ -202,7 +202,8 @@ def read_vocab_size(folder: Path) -> int | None:
 
 def _identity(config: Config, prompts: dict[Lane, Prompts]) -> dict[str, Any]:
     """What must stay the same for the life of a ledger: the data, and the config but what may change."""
-    same = {k: v for k, v in flat(config).items() if k not in MAY_CHANGE and k not in HOST_KEYS and k != "run.dir"}
+    free = (*MAY_CHANGE, "run.dir:")
+    same = {k: v for k, v in flat(config).items() if not f"{k}:".startswith(free) and k not in HOST_KEYS}
     return same | {
         "data.train_files": as_list(config.data.train_files),
         "training prompts": len(prompts["train"].rows),

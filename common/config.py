@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from common.adapters import MAX_SERVED_RANK
+from common.metric_table import declared
 from common.thresholds import parse_rejection, parse_threshold
 
 MAX_ATTEMPTS, MAX_GROUP_SAMPLES = 1 << 12, 1 << 16  # what the ledger can number, see broker/store.py
@@ -367,6 +368,20 @@ class Rollout(Section):
     """Seconds between a generator's progress reports."""
 
 
+class Guard(Section):
+    limits: dict[str, float] = Field(default_factory=dict)
+    """Largest value of a step's metrics by name, e.g. `{actor/ppo_kl: 0.1, actor/kl_loss: 1, actor/grad_norm: 50}`."""
+    patience: PositiveInt = 3
+    """Steps in a row with one of them beyond its limit (or not a number) after which `action` is taken."""
+    action: Literal["rollback", "pause", "stop"] = "rollback"
+    """rollback: the run goes on from the newest checkpoint before these steps, as after `launch.py rollback`; pause:
+    it waits for a person; stop: it ends with an error."""
+    lr_factor: float = Field(0.5, gt=0, le=1)
+    """The learning rates of actor and critic are multiplied by this at each rollback of the guard."""
+    max_rollbacks: NonNegativeInt = 2
+    """Rollbacks of the run, those made by hand included, after which the guard ends it instead."""
+
+
 class Trainer(Section):
     total_epochs: PositiveInt | None = None
     """Passes over the training prompts after which the run ends; null: as many as `run.max_steps` needs."""
@@ -390,6 +405,7 @@ class Trainer(Section):
     goes on; false: training waits until it is written."""
     max_nonfinite_steps: PositiveInt = 3
     """Skipped steps in a row after which the run ends with an error."""
+    guard: Guard = Field(default_factory=Guard)
     nproc_per_node: PositiveInt = 1
     """Learner ranks on this host."""
     logger: list[Literal["console", "wandb"]] = ["console", "wandb"]
@@ -540,6 +556,15 @@ def combination_faults(c: Config) -> list[str]:
     refuse(
         c.trainer.test_freq > 0 and bool(c.data.train_files) and not c.data.val_files and not c.replay.rollouts,
         f"trainer.test_freq={c.trainer.test_freq}: there are no held-out prompts; give data.val_files, or set it to -1",
+    )
+    guard = c.trainer.guard
+    for name in guard.limits:
+        refuse(declared(name) is None, f"trainer.guard.limits.{name}: no such metric; docs/metrics.md lists them")
+    kept_steps = (c.trainer.max_ckpt_to_keep - 1) * c.trainer.save_freq
+    refuse(
+        bool(guard.limits) and guard.action == "rollback" and not 0 < guard.patience <= kept_steps,
+        f"trainer.guard.action=rollback: a checkpoint from before its {guard.patience} steps (trainer.guard.patience) "
+        "has to be there still; have (trainer.max_ckpt_to_keep - 1) * trainer.save_freq at least as large",
     )
     no_prompts = not c.data.train_files and not c.data.task
     refuse(

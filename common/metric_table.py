@@ -6,6 +6,8 @@ any one part of a name. Unit ``1``: a plain number or a share.
 
 from __future__ import annotations
 
+import re
+
 _STATS = "{mean,max,min}"
 _SPREAD = "{mean,std,max,min}"
 
@@ -153,3 +155,24 @@ METRICS: dict[str, tuple[str, str]] = {
     "warmup/loss": ("nats", "Supervised loss at the end of the warm-up."),
     "warmup/time_s": ("s", "Duration of the warm-up."),
 }
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\{[^}]*\}|<[^>]*>)", pattern)
+    text = ""
+    for part in parts:
+        if part.startswith("{"):
+            text += "(?:" + "|".join(re.escape(word) for word in part[1:-1].split(",")) + ")"
+        elif part.startswith("<"):
+            text += "[^/]+"
+        else:
+            text += re.escape(part)
+    return re.compile(text)
+
+
+_PATTERNS = [(_compile(pattern), pattern) for pattern in METRICS]
+
+
+def declared(name: str) -> str | None:
+    """The pattern of ``METRICS`` that declares ``name``, or None."""
+    return next((pattern for regex, pattern in _PATTERNS if regex.fullmatch(name)), None)

@@ -11,7 +11,6 @@ import logging
 import math
 import netrc
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -21,31 +20,10 @@ from typing import Any, Protocol, TextIO
 from common.config import Config
 from common.errors import LeewayError
 from common.logs import LOGGER
-from common.metric_table import METRICS
+from common.metric_table import declared
 
 FILE = "metrics.jsonl"
 _log = logging.getLogger(LOGGER)
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\{[^}]*\}|<[^>]*>)", pattern)
-    text = ""
-    for part in parts:
-        if part.startswith("{"):
-            text += "(?:" + "|".join(re.escape(word) for word in part[1:-1].split(",")) + ")"
-        elif part.startswith("<"):
-            text += "[^/]+"
-        else:
-            text += re.escape(part)
-    return re.compile(text)
-
-
-_PATTERNS = [(_compile(pattern), pattern) for pattern in METRICS]
-
-
-def declared(name: str) -> str | None:
-    """The pattern of ``METRICS`` that declares ``name``, or None."""
-    return next((pattern for regex, pattern in _PATTERNS if regex.fullmatch(name)), None)
 
 
 def format_line(step: int, values: Mapping[str, Any]) -> str:

@@ -24,16 +24,17 @@ from common.data import open_rows
 from common.errors import ConfigError
 from common.loading import differences, examine_config, load_config
 from common.rollouts import check_columns, config_in
+from common.tasks import REWARD_CALL
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "run.lock"
-# What may differ when a run directory is continued.
+# What may differ when a run directory is continued, as prefixes.
 MAY_CHANGE = (
-    "run.max_steps", "run.goal_score", "run.goal_window", "run.redis_url", "run.stop_timeout_s", "run.start_timeout_s",
-    "run.max_restarts", "generators.count", "trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep",
-    "trainer.async_save", "trainer.logger", "trainer.resume_mode", "trainer.resume_from_path", "trainer.project_name",
-    "trainer.experiment_name",
-    "ledger.fsync", "ledger.keep_bytes", "ledger.redo_bytes", "ledger.untrained_bytes",
+    "run.max_steps:", "run.goal_score:", "run.goal_window:", "run.redis_url:", "run.stop_timeout_s:",
+    "run.start_timeout_s:", "run.max_restarts:", "generators.count:", "trainer.guard.", "trainer.save_freq:",
+    "trainer.test_freq:", "trainer.max_ckpt_to_keep:", "trainer.async_save:", "trainer.logger:",
+    "trainer.resume_mode:", "trainer.resume_from_path:", "trainer.project_name:", "trainer.experiment_name:",
+    "ledger.fsync:", "ledger.keep_bytes:", "ledger.redo_bytes:", "ledger.untrained_bytes:",
 )  # fmt: skip
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
 REPLAY_MATTERS = (
@@ -42,7 +43,7 @@ REPLAY_MATTERS = (
     "trainer.nproc_per_node:",
 )  # fmt: skip
 REPLAY_MAY_CHANGE = ("model.path:", "critic.model_path:", "model.trust_remote_code:")
-_RUN_FILES = ("ledger.sqlite", "metrics.jsonl", "checkpoints")
+_BEFORE_CONFIG = (LOCK_FILE, "logs")  # what a run's folder may have before it has a config
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ANSWER_S = 1.0
 
@@ -109,10 +110,26 @@ def _reward(config: Config) -> Iterator[str]:
     except (SyntaxError, ValueError) as e:
         yield f"reward.custom_function.path={path}:{getattr(e, 'lineno', 0)}: not valid Python ({e.args[0]})"
         return
-    names = set(_top_level_names(tree))
-    if name not in names:
-        functions = sorted(n.name for n in tree.body if isinstance(n, ast.FunctionDef))
-        yield f"reward.custom_function.name={name}: {path} does not define it; it has {', '.join(functions) or 'none'}"
+    functions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    if name not in set(_top_level_names(tree)):
+        there = ", ".join(sorted(functions)) or "none"
+        yield f"reward.custom_function.name={name}: {path} does not define it; it has {there}"
+    elif name in functions and not functions[name].decorator_list:
+        for fault in _call_faults(functions[name].args):
+            yield f"reward.custom_function.path={path}:{functions[name].lineno}: {name} {fault}"
+
+
+def _call_faults(args: ast.arguments) -> Iterator[str]:
+    """Why a function cannot be called with the keywords of `REWARD_CALL`."""
+    call = f"is called with the keywords {', '.join(REWARD_CALL)}"
+    taken = {a.arg for a in (*args.args, *args.kwonlyargs)}
+    if missing := [name for name in REWARD_CALL if name not in taken and args.kwarg is None]:
+        yield f"{call}, but does not take {', '.join(missing)}"
+    positional = [*args.posonlyargs, *args.args]
+    needed = positional[: len(positional) - len(args.defaults)]
+    needed += [a for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    if others := [a.arg for a in needed if a in args.posonlyargs or a.arg not in REWARD_CALL]:
+        yield f"{call}, but also needs {', '.join(others)}"
 
 
 def _top_level_names(tree: ast.Module) -> Iterator[str]:
@@ -236,9 +253,10 @@ def _running_here(folder: Path) -> Iterator[str]:
 def _earlier_run(config: Config, folder: Path) -> Iterator[str]:
     earlier = folder / CONFIG_FILE
     if not earlier.exists():
-        there = [name for name in _RUN_FILES if (folder / name).exists()]
+        there = sorted(f.name for f in folder.glob("[!.]*") if f.name not in _BEFORE_CONFIG)
         if there:
-            yield f"run.dir={folder}: has {', '.join(there)} but no {CONFIG_FILE}; choose another run.dir"
+            some = ", ".join(there[:3]) + (", …" if len(there) > 3 else "")
+            yield f"run.dir={folder}: has {some} but no {CONFIG_FILE}, so it is no run's; choose another run.dir"
         return
     if config.trainer.resume_mode == "off":
         yield f"run.dir={folder}: already has a run; set trainer.resume_mode=auto or choose another run.dir"
@@ -248,7 +266,7 @@ def _earlier_run(config: Config, folder: Path) -> Iterator[str]:
     except ConfigError as e:
         yield f"run.dir={folder}: its {CONFIG_FILE} cannot be read ({e.faults[0]}); choose another run.dir"
         return
-    changed = [d for d in differences(config, other) if d.split(":")[0] not in MAY_CHANGE]
+    changed = [d for d in differences(config, other) if not d.startswith(MAY_CHANGE)]
     if changed:
         yield f"run.dir={folder}: has a run of another config (here != there); choose another run.dir"
         yield from (f"  {d}" for d in changed)

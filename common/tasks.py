@@ -15,6 +15,7 @@ from common.order import permute
 
 Split = Literal["train", "val"]
 Row = dict[str, Any]
+REWARD_CALL = ("data_source", "solution_str", "ground_truth", "extra_info")  # keywords of a reward function
 
 
 class Task(Protocol):

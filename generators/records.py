@@ -239,11 +239,15 @@ def load_tokenizer(folder: str, given: str | None) -> Any:
         ConfigError: none of them is there, or it cannot be loaded.
     """
     place = Path(given) if given else tokenizer_folder(Path(folder))
-    from transformers import AutoTokenizer
-
     try:
+        if (place / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer  # transformers takes seconds to import
+
+            return Tokenizer.from_file(str(place / "tokenizer.json"))
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError) as e:
+    except Exception as e:  # `tokenizers` raises bare Exceptions
         raise ConfigError(f"{place}: its tokenizer cannot be loaded ({str(e).splitlines()[0]})") from e
 
 

@@ -183,6 +183,10 @@ class Feed:
         """The claimed batch is not trained; its groups are ready again if they are young enough."""
         self._ask("return", epoch=self.epoch, step=step, reason=reason)
 
+    def roll_back(self, *, step: int, who: str) -> None:
+        """The run is to go on from the checkpoint of ``step``. This learner has lost its epoch then: it has to end."""
+        self._ask("rollback", run=self._run_id, step=step, who=who)
+
     def checkpoint_valid(self, *, step: int, path: str) -> None:
         """The checkpoint of an acknowledged step is complete on disk."""
         self._ask("checkpoint", epoch=self.epoch, step=step, path=str(path))

@@ -27,6 +27,7 @@ from learner.ahead import Ahead, can_be_mended
 from learner.batch import Batch, make_batch
 from learner.checkpoint import Checkpoints, step_of
 from learner.estimates import make_targets
+from learner.guard import Guard, heed
 from learner.model import published_weights, weights_digest
 from learner.models import Models
 from learner.progress import Progress
@@ -65,6 +66,7 @@ class Learner:
     stats: dict[str, Any] = field(default_factory=dict)  # the broker's, of the last step
     clock: Clock = field(default_factory=Clock)  # of the step under way
     validations: validation.Validations = field(default_factory=validation.Validations)
+    guard: Guard | None = None
 
     def run(self) -> str:
         """Steps until the steps, the goal or the data are reached, or a stop; returns which."""
@@ -89,7 +91,8 @@ class Learner:
 
         Raises:
             Stopped: told to stop while it waited for a batch.
-            TrainingError: too many steps in a row were not finite.
+            TrainingError: too many steps in a row were not finite, or beyond a limit of `trainer.guard`.
+            RolledBackError: the guard has the run go back to a checkpoint.
             LeewayError: the batch that was given back as too old came back too old.
         """
         clock, step, version = self.clock, self.progress.step + 1, self.progress.version
@@ -124,11 +127,13 @@ class Learner:
         self.count(batch, outcome, limit=claim.limit)
         with clock("publish"):
             self.publish()
-        self.report(batch, outcome, clock, self.progress, version=version, limit=claim.limit)
+        values = self.report(batch, outcome, clock, self.progress, version=version, limit=claim.limit)
         self.clock = Clock()
         with self.clock("save"):  # after the line of the step: it is not redone, so nothing would write it later
             self.save(wanted=stepped.checkpoint_wanted)
         self.refuse_to_go_on_skipping()
+        if self.guard is not None:
+            heed(self, self.guard, values)
         return True
 
     def train(
@@ -272,10 +277,10 @@ class Learner:
 
     def report(
         self, batch: Batch, outcome: Outcome, clock: Clock, progress: Progress, *, version: int, limit: int
-    ) -> None:
-        """The metrics line of the step that `progress` ends with, unless it has one (a redone step)."""
+    ) -> dict[str, float]:
+        """The metrics line of the step that `progress` ends with, unless it has one (a redone step): then none."""
         if self.ranks.share(lambda: self.writer.has(progress.step)):
-            return
+            return {}
         values = report.numbers(
             outcome.metrics | report.batch_metrics(batch, version=version, limit=limit, config=self.config)
         )
@@ -285,6 +290,7 @@ class Learner:
         if (ratio := values.get("generator/overlap_ratio")) is not None:
             progress.count_overlap(ratio)
         self.writer.write(progress.step, values)
+        return values
 
     def refuse_to_go_on_skipping(self) -> None:
         if self.progress.skipped_in_a_row >= self.config.trainer.max_nonfinite_steps:

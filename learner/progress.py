@@ -18,6 +18,7 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     rolled_back_at: int = -1  # step of the newest rollback
+    rollbacks: int = 0
     given_up: int = 0  # steps that rollbacks gave up, and these themselves
     staleness_max: int | None = None
     first_scores: list[float] = field(default_factory=list)  # of the first `window` steps
@@ -50,6 +51,7 @@ class Progress:
 
     def count_rollback(self, step: int, version: int) -> None:
         """The row of a rollback to here, `step`: the weights as they are become `version`."""
+        self.rollbacks += 1
         self.given_up += step - self.step
         self.step = self.rolled_back_at = step
         self.version = version

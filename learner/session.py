@@ -19,6 +19,7 @@ from learner.canary import AdapterCanary, CanaryForward
 from learner.checkpoint import Checkpoints
 from learner.families import vocab_size
 from learner.feed import Feed
+from learner.guard import Guard
 from learner.initial import initial_folder, load_tokenizer, served_folder
 from learner.loop import Learner
 from learner.models import load_models
@@ -96,7 +97,7 @@ class Session:
         self.learner = Learner(
             config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
-            started=self.started, ahead=self._ahead(own) if isinstance(own, Feed) else None,
+            started=self.started, ahead=self._ahead(own) if isinstance(own, Feed) else None, guard=self._guard(),
         )  # fmt: skip
         if isinstance(publisher, Publisher):
             publisher.prove_with(self._canary(folder))
@@ -162,6 +163,10 @@ class Session:
         self._open.callback(publisher.close)
         role.control.update(address=publisher.address)
         return publisher
+
+    def _guard(self) -> Guard | None:
+        config = self.role.config
+        return Guard(config.trainer.guard) if config.trainer.guard.limits and not config.replay.rollouts else None
 
     def _canary(self, folder: Path) -> CanaryForward:
         config, model = self.role.config, self.role.config.model

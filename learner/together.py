@@ -42,6 +42,9 @@ class SharedFeed:
     def give_back(self, **fields: Any) -> None:
         self._ask("give_back", **fields)
 
+    def roll_back(self, **fields: Any) -> None:
+        self._ask("roll_back", **fields)
+
     def checkpoint_valid(self, **fields: Any) -> None:
         self._ask("checkpoint_valid", **fields)
 

@@ -64,6 +64,8 @@ def type_name(kind: Any) -> str:
     if origin in (list, tuple):
         inner = dict.fromkeys(type_name(part) for part in typing.get_args(kind) if part is not ...)
         return f"list of {' or '.join(inner)}"
+    if origin is dict:
+        return f"mapping of {' to '.join(type_name(part) for part in typing.get_args(kind))}"
     names = {type(None): "null", str: "text", bool: "true/false", float: "number", int: "integer"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 

@@ -165,9 +165,9 @@ class SimulatedFeed:
         self.version += applied
         return SimulatedStepped(self.version)
 
-    def roll_back(self, to: int) -> None:
+    def roll_back(self, *, step: int, who: str = "somebody") -> None:
         """What the ledger does when somebody decides it."""
-        step = len(self.step_rows) + 1
+        to, step = step, len(self.step_rows) + 1
         self.abandoned += ((to + 1, step - 1),)
         self.step_rows.append(SimulatedRow(step, False, {}, "", None, restored=to, version=self.version))
         self.version += 1
@@ -222,6 +222,9 @@ class SimulatedControl:
     def set_desired(self, state: str, who: str) -> None:
         self.state = state
 
+    def set_limit(self, name: str, value: Any, who: str) -> None:
+        self.limits[name] = value
+
     def update(self, **fields: Any) -> None: ...
 
 
@@ -241,7 +244,9 @@ def make_learner(config: Config, models: Models, feed: SimulatedFeed, run_dir: P
     parts: dict[str, Any] = {
         "config": config, "ranks": alone(), "models": models, "feed": feed, "publisher": SimulatedPublisher(),
         "control": SimulatedControl(), "writer": SimulatedWriter(), "stop": threading.Event(), "run_dir": run_dir,
-        "checkpoints": Checkpoints(run_dir / "checkpoints", run_id="test", keep=2, ranks=alone()),
+        "checkpoints": Checkpoints(
+            run_dir / "checkpoints", run_id="test", keep=config.trainer.max_ckpt_to_keep, ranks=alone()
+        ),
         "log": logging.getLogger("test"),
     }  # fmt: skip
     return Learner(**(parts | changes))

@@ -25,10 +25,10 @@ from typing import Any
 import msgpack
 
 from common.processes import die_with_parent
+from common.tasks import REWARD_CALL
 
 READY, FAULT = "ready", "fault"  # first answer
 OK, RAISED, NO_NUMBER = "ok", "raised", "no_number"  # the others
-_CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _MAX_PARTS = 64
 Function = Callable[..., Any]
 
@@ -46,9 +46,9 @@ def load_function(target: str, name: str) -> Function:
     if not callable(function):
         raise ValueError(f"reward.custom_function.name={name}: in {target} it is a {type(function).__name__}")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(_CALL))
+        inspect.signature(function).bind(**dict.fromkeys(REWARD_CALL))
     except TypeError as e:
-        raise ValueError(f"{target}: {name} is called as {name}({'=…, '.join(_CALL)}=…), but: {e}") from None
+        raise ValueError(f"{target}: {name} is called as {name}({'=…, '.join(REWARD_CALL)}=…), but: {e}") from None
     except ValueError:
         pass  # a builtin without a signature
     return function  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ def _import(name: str) -> Any:
 def call(function: Function, arguments: list[Any]) -> list[Any]:
     """``[OK, value, parts]``, ``[RAISED, line]`` or ``[NO_NUMBER, line]``; raises nothing."""
     try:
-        result = function(**dict(zip(_CALL, arguments, strict=True)))
+        result = function(**dict(zip(REWARD_CALL, arguments, strict=True)))
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         value, parts = _read_result(result)

@@ -193,7 +193,10 @@ def test_unknown_task():
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [("def compute_score(*a):\n  return 1\n", None), ("from json import loads as compute_score\n", None),
+    [("def compute_score(ground_truth, solution_str, *, limit=3, **rest):\n  return 1\n", None),
+     ("def compute_score(*a):\n  return 1\n", "does not take data_source, solution_str, ground_truth, extra_info"),
+     ("def compute_score(answer, /, **rest):\n  return 1\n", "but also needs answer"),
+     ("@wrapped\ndef compute_score(answer):\n  return 1\n", None), ("from json import loads as compute_score\n", None),
      ("compute_score = len\n", None), ("def f(:\n", "not valid Python"), ("x = 1\n", "does not define it")],
 )  # fmt: skip
 def test_the_reward_function_is_looked_for_without_running_it(tmp_path, source, expected):
@@ -238,6 +241,15 @@ def test_a_folder_with_a_run_is_continued_or_refused_never_overwritten(tmp_path)
     (tmp_path / "run" / "config.yaml").unlink()
     (tmp_path / "run" / "ledger.sqlite").write_text("")
     assert "has ledger.sqlite but no config.yaml" in faults(folder, check=checked_config)[0]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    folder = f"run.dir={tmp_path}"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / ".hidden").write_text("")
+    assert run_dir_faults(check(folder)) == []  # a role started alone writes its log first
+    (tmp_path / "thesis.tex").write_text("")
+    assert "has thesis.tex but no config.yaml, so it is no run's" in faults(folder, check=checked_config)[0]
 
 
 def test_a_folder_in_use_is_refused(tmp_path):

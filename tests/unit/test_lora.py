@@ -26,14 +26,9 @@ from learner.models import load_models
 from learner.packing import Packing, micro_batches
 from learner.scoring import answers
 from tests.families import FAMILIES, SMALL
-from tests.learner_parts import SimulatedFeed, alone, initial_weights, make_config, make_groups, make_learner
+from tests.learner_parts import SimulatedFeed, alone, make_config, make_groups, make_learner
 
 LORA = ("model.lora_rank=4", "model.lora_alpha=8", "actor.optim.lr=1e-2")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return initial_weights(tmp_path_factory.mktemp("model"), make_config())
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import LeewayError
 from common.loading import load_config
-from common.metric_table import METRICS
-from common.metrics import MetricsWriter, declared, read_metrics
+from common.metric_table import METRICS, declared
+from common.metrics import MetricsWriter, read_metrics
 
 BASE = ["model.toy=true", "data.task=reverse_digits", "run.id=x"]
 

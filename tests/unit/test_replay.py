@@ -26,7 +26,7 @@ from learner import resume
 from learner.loop import Learner
 from learner.models import load_models
 from learner.replay import ExactFeed, LedgerRollouts, NullPublisher, OfflineFeed, open_replay, take_initial_weights
-from tests.learner_parts import SimulatedControl, alone, initial_weights, make_config, make_learner
+from tests.learner_parts import SimulatedControl, alone, make_config, make_learner
 from tests.recorded import Recorder, RecorderFeed, fresh_sample, made_elsewhere, toy_sample
 
 STEPS, SKIPPED = 6, 4  # rows, and the one among them that was skipped
@@ -36,11 +36,6 @@ FAULTY = (5, 0, 2)  # a sample whose reward failed; its group goes on without it
 def made(*key: int, version: int) -> Sample:
     changes = {"fault": "reward_timeout", "reward": None} if key == FAULTY else {}
     return toy_sample(*key, version=version, **changes)
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return initial_weights(tmp_path_factory.mktemp("model"), make_config())
 
 
 @dataclasses.dataclass

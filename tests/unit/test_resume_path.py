@@ -14,14 +14,9 @@ from learner import resume
 from learner.loop import Learner
 from learner.model import weights_digest
 from learner.models import load_models
-from tests.learner_parts import BASE, SimulatedFeed, alone, initial_weights, make_config, make_groups, make_learner
+from tests.learner_parts import BASE, SimulatedFeed, alone, make_config, make_groups, make_learner
 
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "trainer.save_freq=2")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return initial_weights(tmp_path_factory.mktemp("model"), make_config())
 
 
 @pytest.fixture

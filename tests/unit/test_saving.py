@@ -19,7 +19,7 @@ from learner.checkpoint import Checkpoints
 from learner.loop import Learner
 from learner.model import weights_digest
 from learner.models import load_models
-from tests.learner_parts import SimulatedFeed, alone, initial_weights, make_config, make_groups, make_learner
+from tests.learner_parts import SimulatedFeed, alone, make_config, make_groups, make_learner
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ["data_written", "aside", "renamed", "retired", "random:0", "random:1"]
@@ -49,11 +49,6 @@ def test_a_save_passes_every_point_in_order(tmp_path: Path, weights: Path, monke
         passed.clear()
         c.save(step, models, {})
         assert passed == [p for p in saving.POINTS if p not in missing[which] | {"told"}], which
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return initial_weights(tmp_path_factory.mktemp("model"), make_config())
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from common.config import Config
 from common.errors import CheckpointError, FencedError, LedgerError, LeewayError, Stopped, TrainingError
-from common.metrics import MetricsWriter, declared, read_metrics
+from common.metric_table import declared
+from common.metrics import MetricsWriter, read_metrics
 from common.summary import Summary
 from common.wire import Sample
 from learner import ending, estimates, report, resume
@@ -32,7 +33,6 @@ from tests.learner_parts import (
     SimulatedFeed,
     SimulatedWriter,
     alone,
-    initial_weights,
     make_config,
     make_groups,
     make_learner,
@@ -42,19 +42,14 @@ from tests.learner_parts import (
 CORRECTION = "algorithm.rollout_correction"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return initial_weights(tmp_path_factory.mktemp("model"), make_config())
-
-
 @pytest.fixture
-def learner_of(folder: Path, tmp_path: Path) -> Callable[..., Learner]:
+def learner_of(weights: Path, tmp_path: Path) -> Callable[..., Learner]:
     """Make a learner that was attached and resumed; its feed makes groups at random unless given."""
 
     def make(config: Config, feed: SimulatedFeed | None = None, **changes: Any) -> Learner:
         feed = feed or SimulatedFeed(lambda step, version: make_groups(config, step, version=version))
         run_dir = tmp_path / changes.pop("folder", f"run-{id(feed)}")
-        learner = make_learner(config, load_models(config, folder, alone()), feed, run_dir, **changes)
+        learner = make_learner(config, load_models(config, weights, alone()), feed, run_dir, **changes)
         resume.resume(learner, feed.attach())
         return learner
 
@@ -79,7 +74,7 @@ def _loss(
     return (-weights * surrogate + 0.001 * (difference.exp() - difference - 1)).sum()
 
 
-def test_a_step_is_what_a_plain_loop_over_samples_computes(folder: Path, learner_of: Callable[..., Learner]) -> None:
+def test_a_step_is_what_a_plain_loop_over_samples_computes(weights: Path, learner_of: Callable[..., Learner]) -> None:
     """Two mini-batches of two groups, one response at a time, no packing, no sharding.
 
     A large ε: Adam divides by the root of a square, which blows up the rounding of small gradients.
@@ -88,7 +83,7 @@ def test_a_step_is_what_a_plain_loop_over_samples_computes(folder: Path, learner
     samples = make_groups(learner.config, 1)
     assert learner.step()
 
-    lm = AutoModelForCausalLM.from_pretrained(folder)
+    lm = AutoModelForCausalLM.from_pretrained(weights)
 
     def logprobs(s: Sample) -> torch.Tensor:
         ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids]).astype(np.int64))
@@ -104,13 +99,13 @@ def test_a_step_is_what_a_plain_loop_over_samples_computes(folder: Path, learner
             s = samples[i]
             scores = torch.tensor([x.reward for x in samples if x.group == s.group])
             advantage = (s.reward - scores.mean()) / (scores.std() + 1e-6)
-            weights = (start[i] - torch.from_numpy(s.behavior_logprobs)).exp().clamp(max=2)
-            loss = loss + _loss(logprobs(s), start[i], start[i], float(advantage), weights)
+            ratios = (start[i] - torch.from_numpy(s.behavior_logprobs)).exp().clamp(max=2)
+            loss = loss + _loss(logprobs(s), start[i], start[i], float(advantage), ratios)
         (loss / sum(len(samples[i].response_ids) for i in rows)).backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert _distance(_weights(learner), dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())) > 0
+    assert _distance(_weights(learner), dict(AutoModelForCausalLM.from_pretrained(weights).named_parameters())) > 0
     assert _distance(_weights(learner), dict(lm.named_parameters())) < 1e-7
 
 
@@ -532,7 +527,7 @@ def test_skipped_rows_are_passed_over_when_redone(learner_of: Callable[..., Lear
 
 
 def test_a_rollback_goes_on_with_the_weights_of_its_checkpoint_under_a_new_version(
-    learner_of: Callable[..., Learner], folder: Path
+    learner_of: Callable[..., Learner], weights: Path
 ) -> None:
     """Checkpoints of steps 2 and 4; after step 5 somebody goes back to step 2: row 6 is the rollback."""
     config = make_config("trainer.save_freq=2", "trainer.max_ckpt_to_keep=9")
@@ -543,7 +538,7 @@ def test_a_rollback_goes_on_with_the_weights_of_its_checkpoint_under_a_new_versi
     restored = _weights(first)
     for _ in range(3):
         first.step()
-    feed.roll_back(2)
+    feed.roll_back(step=2)
     second = learner_of(config, feed, writer=first.writer)
     assert (second.progress.step, second.progress.version, second.saved) == (6, 6, 6)
     assert _distance(restored, _weights(second)) == 0 and feed.checkpoints[-1] == 6
@@ -559,14 +554,14 @@ def test_a_rollback_goes_on_with_the_weights_of_its_checkpoint_under_a_new_versi
     assert (fourth.progress.step, fourth.progress.version, fourth.saved) == (7, 7, 7)
     assert _distance(_weights(second), _weights(fourth)) < 1e-6
     summary = fourth.progress.summary(ended="", window=2, dropped={}, seconds=0)
-    assert "Rollbacks gave up 4 of the steps." in summary.paragraph(folder)
+    assert "Rollbacks gave up 4 of the steps." in summary.paragraph(weights)
 
 
-def test_steps_without_any_checkpoint_are_an_error_that_says_so(folder: Path, tmp_path: Path) -> None:
+def test_steps_without_any_checkpoint_are_an_error_that_says_so(weights: Path, tmp_path: Path) -> None:
     config = make_config()
     feed = SimulatedFeed(lambda step, version: make_groups(config, step, version=version))
     feed.step_rows = [None]  # type: ignore[list-item]
-    learner = make_learner(config, load_models(config, folder, alone()), feed, tmp_path)
+    learner = make_learner(config, load_models(config, weights, alone()), feed, tmp_path)
     with pytest.raises(CheckpointError, match="no valid checkpoint, but the ledger has 1 steps"):
         resume.resume(learner, feed.attach())
 
@@ -581,12 +576,12 @@ def test_checkpoints_without_a_ledger_are_not_overwritten(learner_of: Callable[.
 
 
 def test_the_end_leaves_a_loadable_folder_a_checkpoint_and_a_summary(
-    folder: Path, learner_of: Callable[..., Learner]
+    weights: Path, learner_of: Callable[..., Learner]
 ) -> None:
     config = make_config("run.max_steps=3", "weights.publish_every=2", "staleness.max=2")
     learner = learner_of(config)
     learner.publish(always=True)
-    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(folder, config))
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(weights, config))
     loaded = AutoModelForCausalLM.from_pretrained(learner.run_dir / "hf")
     assert _distance(_weights(learner), dict(loaded.named_parameters())) == 0
     assert learner.checkpoints.steps() == [0, 3]
@@ -600,7 +595,7 @@ def test_the_end_leaves_a_loadable_folder_a_checkpoint_and_a_summary(
     assert (summary.score_first, summary.score_last, summary.score_window) == (scores[0], scores[-1], 1)
 
 
-def test_the_last_version_is_validated_and_waited_for(folder: Path, learner_of: Callable[..., Learner]) -> None:
+def test_the_last_version_is_validated_and_waited_for(weights: Path, learner_of: Callable[..., Learner]) -> None:
     class ValidatingFeed(SimulatedFeed):
         """Answers the second time it is asked."""
 
@@ -617,7 +612,7 @@ def test_the_last_version_is_validated_and_waited_for(folder: Path, learner_of: 
     learner = learner_of(config, ValidatingFeed(lambda step, version: make_groups(config, step, version=version)))
     learner.control.entries = lambda role: ["a generator"]
     learner.publish(always=True)
-    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(folder, config))
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(weights, config))
     assert asked == [(0, 0), (2, 2), (4, 4), (5, 5)]
     reported = {line["val/step"] for line in learner.writer.lines.values() if "val/step" in line}
     assert reported <= {0, 2, 4}
@@ -665,13 +660,13 @@ def test_validations_come_with_the_publication_after_they_are_due(learner_of: Ca
 
 
 def test_held_out_prompts_that_nobody_can_score_do_not_end_the_learner(
-    folder: Path, learner_of: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    weights: Path, learner_of: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config("run.max_steps=2", "trainer.test_freq=1")
     writer = MetricsWriter(tmp_path, config)
     learner = learner_of(config, Validating(config, score=None), writer=writer)
     learner.control.entries = lambda role: ["a generator"]
-    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(folder, config))
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(weights, config))
     writer.close()
     rows, _ = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[-1]["val/step"] == 2 and not any("val-core" in name for name in rows[-1])
@@ -679,12 +674,12 @@ def test_held_out_prompts_that_nobody_can_score_do_not_end_the_learner(
     assert Summary.read(learner.run_dir).val_score is None
 
 
-def test_a_stop_ends_in_a_checkpoint_and_a_folder_too(folder: Path, learner_of: Callable[..., Learner]) -> None:
+def test_a_stop_ends_in_a_checkpoint_and_a_folder_too(weights: Path, learner_of: Callable[..., Learner]) -> None:
     config = make_config()
     learner = learner_of(config)
     learner.step()
     learner.stop.set()
-    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(folder, config))
+    ending.finish(learner, learner.run(), tokenizer=load_tokenizer(weights, config))
     assert learner.checkpoints.steps() == [0, 1]
     assert (learner.run_dir / "hf" / "model.safetensors").exists()
     assert Summary.read(learner.run_dir).ended == "stopped"
