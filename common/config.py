@@ -409,8 +409,10 @@ class Trainer(Section):
     guard: Guard = Field(default_factory=Guard)
     nproc_per_node: PositiveInt = 1
     """Learner ranks on this host."""
-    logger: list[Literal["console", "wandb"]] = ["console", "wandb"]
+    logger: list[Literal["console", "wandb", "tensorboard", "prometheus"]] = ["console", "wandb"]
     """Sinks beside `metrics.jsonl`, which is always written."""
+    prometheus_port: int = Field(0, ge=0, lt=1 << 16)
+    """Where sink `prometheus` is asked, on `run.bind_host`; 0: any free port, which the log says."""
     project_name: str = "leeway"
     """wandb project."""
     experiment_name: str | None = None
@@ -438,6 +440,9 @@ class Weights(Section):
     adapters_only: bool = False
     """With `model.lora_rank`: send the adapters alone, which engines compute beside the base. They read the base from
     the learner's model folder, which must be on their host. A smaller version, and more work for each token."""
+    snapshot: Literal["zmq", "file"] = "zmq"
+    """How snapshots are pulled: over a socket of the learner, or from RUN_DIR/weights, which generators must see under
+    the same path. There the learner keeps the newest one or two versions as folders that `from_pretrained` loads."""
     bucket_bytes: PositiveInt = 16 << 20
     """Size of one transfer bucket."""
     staging: Literal["host", "device", "none"] = "host"
@@ -603,6 +608,11 @@ def combination_faults(c: Config) -> list[str]:
         "weights.adapters_only=true: there are no adapters; set model.lora_rank, or leave it out",
     )
     refuse(
+        c.weights.adapters_only and c.weights.snapshot == "file",
+        "weights.snapshot=file: its folders hold whole models, but with weights.adapters_only=true a version is "
+        "adapters alone; leave one of them out",
+    )
+    refuse(
         c.weights.adapters_only and c.model.lora_rank > MAX_SERVED_RANK,
         f"model.lora_rank={c.model.lora_rank}: engines compute adapters of rank {MAX_SERVED_RANK} at most; lower it, "
         "or set weights.adapters_only=false",
@@ -624,13 +634,6 @@ def combination_faults(c: Config) -> list[str]:
             f"{name}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={B}",
         )
         refuse(
-            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu * split < c.max_sequence_tokens,
-            f"{name}.ppo_max_token_len_per_gpu={part.ppo_max_token_len_per_gpu}: one sequence can have "
-            f"data.max_prompt_length + data.max_response_length = {c.max_sequence_tokens} tokens; "
-            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
-            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
-        )
-        refuse(
             part.use_torch_compile and split > 1,
             f"{name}.use_torch_compile=true: layers that exchange rows with other ranks are not compiled; set it to "
             "false, or actor.ulysses_sequence_parallel_size=1",
@@ -639,6 +642,18 @@ def combination_faults(c: Config) -> list[str]:
             part.fsdp_config.offload_policy and (part.fsdp_config.param_offload or part.fsdp_config.optimizer_offload),
             f"{name}.fsdp_config.offload_policy=true: keeps weights and optimizer in host memory all the time; "
             "leave out param_offload and optimizer_offload",
+        )
+    for key, dynamic, budget in (
+        ("actor.ppo_max_token_len_per_gpu", c.actor.use_dynamic_bsz, c.actor.ppo_max_token_len_per_gpu),
+        ("actor.log_prob_max_token_len_per_gpu", c.actor.use_dynamic_bsz, c.actor.log_prob_max_token_len_per_gpu),
+        ("critic.ppo_max_token_len_per_gpu", c.critic.use_dynamic_bsz, c.critic.ppo_max_token_len_per_gpu),
+    ):
+        refuse(
+            dynamic and budget is not None and budget * split < c.max_sequence_tokens,
+            f"{key}={budget}: one sequence can have data.max_prompt_length + data.max_response_length = "
+            f"{c.max_sequence_tokens} tokens; "
+            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
+            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
         )
     refuse(
         c.rollout.n == 1
@@ -657,6 +672,11 @@ def combination_faults(c: Config) -> list[str]:
             parse_rejection(correction.rollout_rs, correction.rollout_rs_threshold or "none given")
         except ValueError as e:
             faults.append(f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs}: {e}")
+    refuse(
+        c.algorithm.proximal == "bypass" and c.algorithm.rollout_correction.rollout_rs is not None,
+        "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass the ratio it looks at is always 1, so "
+        "nothing would be rejected; use algorithm.proximal=recompute, or no rejection",
+    )
     refuse(
         c.algorithm.proximal == "loglinear" and c.algorithm.rollout_correction.rollout_rs is not None,
         "algorithm.rollout_correction.rollout_rs: loglinear has no proximal log-probs before the update, on which "

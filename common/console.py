@@ -21,7 +21,8 @@ from rich.text import Text
 
 from common.config import Config
 from common.control import Entry
-from common.metrics import FILE, format_line, read_metrics
+from common.metrics import FILE, read_metrics
+from common.sinks import format_line
 
 _BARS = "▁▂▃▄▅▆▇█"
 _REDRAW_S = 0.5

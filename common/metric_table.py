@@ -119,6 +119,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "generator/num_running": ("samples", "Requests running on all engines."),
     "generator/version_{min,max}": ("versions", "Lowest / highest version held by a generator."),
     "weights/version": ("versions", "Newest version that is complete in the learner's host memory."),
+    "weights/stored_version": ("versions", "Newest version in RUN_DIR/weights (`weights.snapshot=file`); -1: none."),
     "weights/transfers": ("1", "Transfers to one engine completed so far."),
     "weights/failures": ("1", "Transfers to one engine that failed so far."),
     "weights/copy_out_s": ("s", "The learner's stall: copy of the weights into host buffers."),

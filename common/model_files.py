@@ -121,6 +121,10 @@ class FileServer:
         self._folder, self._files = folder, {f.name: f for f in files}
         self._listing = _encode(files)
 
+    @property
+    def paths(self) -> list[Path]:
+        return [self._folder / name for name in self._files]
+
     def answer(self, op: str, fields: dict[str, Any]) -> list[bytes]:
         """To ``files``: the list; to ``file``: at most ``PART_BYTES`` of one file, from ``offset`` on."""
         if op == "files":

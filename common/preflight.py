@@ -33,8 +33,8 @@ MAY_CHANGE = (
     "run.max_steps:", "run.goal_score:", "run.goal_window:", "run.redis_url:", "run.stop_timeout_s:",
     "run.start_timeout_s:", "run.max_restarts:", "generators.count:", "trainer.guard.", "trainer.save_freq:",
     "trainer.test_freq:", "trainer.max_ckpt_to_keep:", "trainer.async_save:", "trainer.logger:",
-    "trainer.resume_mode:", "trainer.resume_from_path:", "trainer.project_name:", "trainer.experiment_name:",
-    "ledger.fsync:", "ledger.keep_bytes:", "ledger.redo_bytes:", "ledger.untrained_bytes:",
+    "trainer.prometheus_port:", "trainer.resume_mode:", "trainer.resume_from_path:", "trainer.project_name:",
+    "trainer.experiment_name:", "ledger.fsync:", "ledger.keep_bytes:", "ledger.redo_bytes:", "ledger.untrained_bytes:",
 )  # fmt: skip
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
 REPLAY_MATTERS = (
@@ -68,7 +68,7 @@ def checked_config(paths: list[str], overrides: list[str], *, folder: bool = Tru
 def world_faults(config: Config) -> list[str]:
     """What the config names and this machine does not have."""
     return [*_data(config), *_model(config), *_reward(config), *_redis(config.run.redis_url),
-            *_replay(config), *_resume_path(config)]  # fmt: skip
+            *_replay(config), *_resume_path(config), *_sinks(config)]  # fmt: skip
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -183,8 +183,16 @@ def _resume_path(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path: give the checkpoint with trainer.resume_from_path=…/checkpoints/step_N"
     elif path is not None and mode != "resume_path":
         yield f"trainer.resume_from_path={path}: is not used with trainer.resume_mode={mode}; set that to resume_path"
+    elif path is not None and not re.fullmatch(r"step_\d+", Path(path).name):
+        yield f"trainer.resume_from_path={path}: is no checkpoint of a run; give …/checkpoints/step_N"
     elif path is not None and not (Path(path).expanduser() / "manifest.json").is_file():
         yield f"trainer.resume_from_path={path}: is no finished checkpoint (no manifest.json in it)"
+
+
+def _sinks(config: Config) -> Iterator[str]:
+    for name, package in (("tensorboard", "tensorboard"), ("prometheus", "prometheus_client")):
+        if name in config.trainer.logger and importlib.util.find_spec(package) is None:
+            yield f"trainer.logger: {name} needs the package {package}; install it (the extra `sinks`), or leave it out"
 
 
 def recorded_config(path: Path) -> str | None:

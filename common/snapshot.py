@@ -46,6 +46,12 @@ class SnapshotSender:
                     raise WeightError(f"worker {_worker(peer)} is gone")
                 self._credit[peer] -= 1
 
+    def _tell(self, frames: list[bytes]) -> None:
+        """The same to all workers. Raises WeightError."""
+        for peer in self._credit:
+            if not self._router.send(peer, frames):
+                raise WeightError(f"worker {_worker(peer)} is gone")
+
     def receive(self, bucket: torch.Tensor) -> None:
         raise WeightError("the learner receives nothing")
 
@@ -130,6 +136,7 @@ class SnapshotTransport:
     """The learner's side: a socket for each transfer, from its announcement on."""
 
     name = "snapshot"
+    sender: type[SnapshotSender] = SnapshotSender
 
     def __init__(self, host: str, *, timeout_s: float) -> None:
         self._host, self._timeout_s = host, timeout_s
@@ -165,7 +172,7 @@ class SnapshotTransport:
             raise
         for peer in peers:
             router.send(peer, encode("go"))
-        return SnapshotSender(router, waker, peers, self._timeout_s)
+        return self.sender(router, waker, peers, self._timeout_s)
 
     def cancel(self, ticket: Ticket) -> None:
         """Let the workers that have come already give up at once."""
@@ -190,7 +197,9 @@ class SnapshotTransport:
             return self._waiting.pop(ticket.prefix)
 
 
-def pull(ticket: Ticket, *, rank: int, timeout_s: float) -> SnapshotReceiver:
+def pull(
+    ticket: Ticket, *, rank: int, timeout_s: float, receiver: type[SnapshotReceiver] = SnapshotReceiver
+) -> SnapshotReceiver:
     """A worker's side: dial the learner and wait until it says go.
 
     Raises:
@@ -203,7 +212,7 @@ def pull(ticket: Ticket, *, rank: int, timeout_s: float) -> SnapshotReceiver:
         dealer.close()
         why = "cancelled the transfer" if answer else f"did not begin within {timeout_s:g} s"
         raise WeightError(f"the learner at {ticket.host}:{ticket.port} {why}")
-    return SnapshotReceiver(dealer, timeout_s)
+    return receiver(dealer, timeout_s)
 
 
 def _is_pull(frames: list[bytes], prefix: str) -> bool:

@@ -9,6 +9,7 @@ Every call ends within the group's timeout. Data and rendezvous are plaintext on
     gloo      host memory to host memory
     nccl      GPU memory to GPU memory, staged in buckets; written, not yet run on two GPUs
     snapshot  chunks over ZeroMQ (``common/snapshot.py``)
+    file      a folder that both sides see (``common/file_snapshot.py``)
 """
 
 from __future__ import annotations
@@ -292,6 +293,10 @@ def join_group(ticket: Ticket, *, rank: int, world_size: int, timeout_s: float) 
         from common.snapshot import pull
 
         return pull(ticket, rank=rank, timeout_s=timeout_s)
+    if ticket.transport == "file":
+        from common.file_snapshot import read
+
+        return read(ticket, rank=rank, timeout_s=timeout_s)
     if ticket.transport not in _GROUPS:
         raise WeightError(f"transport {ticket.transport}: not known here; run the same Leeway everywhere")
     try:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,7 @@ from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
 from common.failpoints import failpoint
+from common.file_snapshot import FileTransport
 from common.logs import LOGGER
 from common.model_files import FileServer
 from common.snapshot import SnapshotTransport
@@ -33,6 +35,7 @@ from common.weights import Manifest, encode_manifest
 from common.wire import CONTROL_OPS, decode, encode
 from learner import roster
 from learner.roster import Action, Member, Roster
+from learner.storing import Storing
 from learner.version import SEAL_S, Version
 
 MAX_BUFFERS = 3  # copies of the weights in host memory; normally one is in use
@@ -65,6 +68,7 @@ class Publisher:
         on_event: Callable[[str], None] | None = None,
         dtype: torch.dtype | None = None,
         files: FileServer | None = None,
+        folder: Path | None = None,
     ) -> None:
         """
         Args:
@@ -72,16 +76,23 @@ class Publisher:
             epoch: the learner's fencing token; engines obey the highest they have met.
             on_event: called, in the control thread, with what a person may want to read; default: the log.
             dtype: floating-point tensors travel as this; default: as they come.
+            folder: where versions are stored; needed with `weights.snapshot=file`, else not used.
+
+        Raises:
+            ConfigError: nothing can be written to ``folder``.
+            FencedError: a learner of a higher epoch writes there.
         """
         self._config, self._epoch, self._dtype = config, epoch, dtype
         self._on_event = on_event
         self._files = files
         self._lock = threading.RLock()  # guards all below; held for moments only
         self._changed = threading.Condition(self._lock)
+        snapshot = "file" if config.snapshot == "file" else "snapshot"
+        usual = {"auto": "gloo", "snapshot": snapshot}.get(config.transport, config.transport)
         # No number is used by two learners of a run.
         self._roster = Roster(
-            run_id=run_id, epoch=epoch, timeout_s=config.timeout_s, next_number=epoch << 32,
-            transport="gloo" if config.transport == "auto" else config.transport,
+            run_id=run_id, epoch=epoch, timeout_s=config.timeout_s, next_number=epoch << 32, transport=usual,
+            snapshot=snapshot,
         )  # fmt: skip
         self._canary: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary] | None = None
         self._layout: Manifest | None = None
@@ -98,13 +109,27 @@ class Publisher:
         self._transports: dict[str, Transport] = {
             "snapshot": SnapshotTransport(host, timeout_s=config.timeout_s),
         }
-        if (name := self._roster.transport) != "snapshot":
-            self._transports[name] = StoreTransport(host, timeout_s=config.timeout_s, name=name)
+        self._storing: Storing | None = None
+        self._max_buffers = MAX_BUFFERS
+        if snapshot == "file":
+            assert folder is not None
+            self._storing = self._begin_storing(folder)
+            self._max_buffers += 1
+            self._transports["file"] = FileTransport(host, timeout_s=config.timeout_s, shelf=self._storing)
+        if usual not in self._transports:
+            self._transports[usual] = StoreTransport(host, timeout_s=config.timeout_s, name=usual)
         self._router = Router(host)
         self._waker = self._router.waker()
         self.address: str = self._router.address
         self._thread = threading.Thread(target=self._run, name="weights-control", daemon=True)
         self._thread.start()
+
+    def _begin_storing(self, folder: Path) -> Storing:
+        return Storing(
+            folder, epoch=self._epoch, beside=[] if self._files is None else self._files.paths,
+            timeout_s=self._config.timeout_s, changed=self._changed, newest=lambda: self._newest,
+            find=self._transfer_of, release=self._release, say=lambda text: self._say(text, fault=True),
+        )  # fmt: skip
 
     # ------------------------------------------------------------ for the training thread
     def prove_with(self, forward: Callable[[Iterable[tuple[str, torch.Tensor]]], Canary]) -> None:
@@ -155,7 +180,7 @@ class Publisher:
             tensors = itertools.chain(seen, tensors)
         layout = copy_out(tensors, buffer, bucket_bytes=self._config.bucket_bytes, dtype=self._dtype)
         if known is None:
-            size = f"{layout.total_bytes / 1e9:.3g} GB a version in host memory, up to {MAX_BUFFERS} at a time"
+            size = f"{layout.total_bytes / 1e9:.3g} GB a version in host memory, up to {self._max_buffers} at a time"
             self._say(f"weights: {len(layout.entries)} tensors, {size}")
         self._layout = layout
         weights = self._announce(version, buffer, layout)
@@ -243,12 +268,15 @@ class Publisher:
                 "weights/pause_s": f.pause_s,
                 "weights/copy_out_s": self._copy_out_s,
                 "weights/canary_difference": f.difference,
+                **({} if self._storing is None else {"weights/stored_version": float(self._storing.version)}),
             }
 
     def close(self) -> None:
         """End running transfers and the control thread."""
         with self._lock:
             self._closing = True
+        if self._storing is not None:
+            self._storing.close()
         self._wake()
         self._thread.join(self._config.timeout_s)
 
@@ -266,7 +294,7 @@ class Publisher:
                 self._newest = None
                 self._roster.ready = False  # until the next one is complete
                 return newest.buffer
-            if self._num_buffers < MAX_BUFFERS:
+            if self._num_buffers < self._max_buffers:
                 self._num_buffers += 1
                 return Buffer()
             left = deadline - time.monotonic()
@@ -278,9 +306,11 @@ class Publisher:
             self._check()
 
     def _make_room(self, now: float) -> list[Action]:
-        """If each buffer is held by a transfer, end those of one; else one is about to be free."""
+        """If each buffer is held by a transfer, or stored, end the transfers of one; else one is about to be free."""
         held = {id(t.weights) for t in self._transfers.values()}
-        return self._roster.make_room(now) if len(held) >= MAX_BUFFERS and not self._buffers else []
+        if self._storing is not None and self._storing.busy is not None:
+            held.add(id(self._storing.busy))
+        return self._roster.make_room(now) if len(held) >= self._max_buffers and not self._buffers else []
 
     def _is_announced(self, version: int) -> bool:
         return self._error is not None or (self._newest is not None and self._newest.version >= version)
@@ -377,8 +407,8 @@ class Publisher:
             else:
                 _log.log(logging.WARNING if action.fault else logging.INFO, "%s", action.text)
 
-    def _say(self, text: str) -> None:
-        self._post(lambda now: [roster.Note(text)])
+    def _say(self, text: str, *, fault: bool = False) -> None:
+        self._post(lambda now: [roster.Note(text, fault)])
 
     def _send(self, peer: bytes, frames: list[bytes]) -> None:
         if not self._router.send(peer, frames):
@@ -399,6 +429,14 @@ class Publisher:
         )  # fmt: skip
         failpoint("publish.prepare")
         self._send(action.peer, frames)
+
+    def _transfer_of(self, ticket: Ticket) -> tuple[Version, threading.Event]:
+        """For a transfer's own thread: the version, and the event of its end. Raises WeightError."""
+        with self._lock:
+            for transfer in self._transfers.values():
+                if transfer.ticket == ticket:
+                    return transfer.weights, transfer.ended
+        raise WeightError("ended")
 
     def _swap(self, action: roster.Swap) -> None:
         canary = self._transfers[action.number].weights.canary if action.prove else None

@@ -124,6 +124,7 @@ class Roster:
     epoch: int
     timeout_s: float
     transport: str = "gloo"  # the usual one
+    snapshot: str = "snapshot"  # the way of newcomers and of those whom the usual one has failed; or "file"
     version: int = -1  # newest one kept for sending
     digests: dict[int, int] = field(default_factory=dict)  # by version: what an engine must answer that has staged it
     ready: bool = True  # false while the newest version is being replaced in memory
@@ -314,9 +315,15 @@ class Roster:
         return actions
 
     def _transport_for(self, m: Member) -> str:
-        """A snapshot for newcomers, after a failure, and for whom the usual transport never reaches."""
-        special = m.version < 0 or m.failures > 0 or m.group_failures >= MAX_GROUP_FAILURES
-        return "snapshot" if special else self.transport
+        """A snapshot for newcomers, after a failure, and for whom the usual transport never reaches.
+
+        Where snapshots are files, the one after a file that came to nothing goes over the socket.
+        """
+        never = m.group_failures >= MAX_GROUP_FAILURES
+        if not (m.version < 0 or m.failures > 0 or never):
+            return self.transport
+        no_file = (m.failures > 0 and m.transport == "file") or (never and self.transport == "file")
+        return "snapshot" if no_file else self.snapshot
 
     def _is_due(self, m: Member) -> bool:
         """A proof: at its first load here, after each fault, and every ``canary_every`` versions."""

@@ -18,6 +18,7 @@ import pytest
 
 from common.config import Config, Weights
 from common.errors import DeadlineError, EngineError
+from common.model_files import FileServer, list_files
 from generators.engine import Engine
 from generators.member import Member
 from generators.requests import Completion
@@ -43,20 +44,29 @@ CONFIG = Config.model_validate(
 class Bench:
     """An engine and its membership in a loop of their own thread; the publisher is used from the test."""
 
-    def __init__(self, folder: Path, weights: Weights = WEIGHTS, config: Config = CONFIG) -> None:
+    def __init__(
+        self, folder: Path, weights: Weights = WEIGHTS, config: Config = CONFIG, *, first: int | None = None
+    ) -> None:
+        """first: seed of the model that is published before the engine starts."""
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.folder = folder
         self.notes: list[str] = []
         self._num_joins = 0
-        self.publisher = Publisher(run_id="run", epoch=1, config=weights, on_event=self.notes.append)
+        model = models.write_folder(folder / "model")
+        self.publisher = Publisher(
+            run_id="run", epoch=1, config=weights, on_event=self.notes.append,
+            files=FileServer(model, list_files(model)), folder=folder / "weights",
+        )  # fmt: skip
         self.publisher.prove_with(CanaryForward(models.tiny_model(), dtype="float32", max_tokens=100))
+        self.version = -1
+        if first is not None:
+            self.version = 0
+            self.publisher.publish(0, models.tiny_model(first).named_parameters())
         start = time.monotonic()
-        self.engine: Engine = self.run(
-            Engine.start(model_path=str(models.write_folder(folder / "model")), config=config, seed=1), 240
-        )
+        self.engine: Engine = self.run(Engine.start(model_path=str(model), config=config, seed=1), 240)
         self.start_s = time.monotonic() - start
         self.member = self.run(self._join())
-        self.version = -1
         self.task = asyncio.run_coroutine_threadsafe(self.member.run(), self.loop)
         self._num_requests = 0
 

@@ -102,7 +102,9 @@ class Bench:
         self.publishers: list[Publisher] = []
 
     def publisher(self, epoch: int = 1, config: Weights = CONFIG) -> Publisher:
-        p = Publisher(run_id="run", epoch=epoch, config=config, on_event=self.notes.append)
+        p = Publisher(
+            run_id="run", epoch=epoch, config=config, on_event=self.notes.append, folder=self.file.parent / "weights"
+        )
         self.publishers.append(p)
         temporary = self.file.with_suffix(".new")
         temporary.write_text(p.address)

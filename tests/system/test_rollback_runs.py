@@ -116,3 +116,21 @@ def test_a_run_that_goes_on_is_rolled_back_and_its_learner_comes_back(tmp_path: 
     assert surviving == [(step,) for step in (1, 2, *range(number + 1, 13))]
     assert run.query(f"SELECT COUNT(*) FROM trained_tokens WHERE step > {number} AND sampled_at < {version}") == [(0,)]
     assert_nothing_too_old_was_trained(run)
+
+
+def test_the_guard_has_a_run_go_back_and_in_the_end_ends_it(tmp_path: Path) -> None:
+    """A limit that no step keeps: once back to the first checkpoint with half the rate, then the end."""
+    run = LiveRun(tmp_path, server=True)
+    rails = ("trainer.guard={limits: {actor/grad_norm: 1e-9}, patience: 2, max_rollbacks: 1}",)
+    try:
+        with generating(run):
+            run.start("broker", *CONFIG, *rails, f"run.dir={run.dir}", "run.max_steps=30")
+            for code, said in ((1, "the run goes back to"), (2, "after 1 rollbacks")):
+                learner = run.start("learner")
+                run.may_fail.append(learner)
+                assert learner.wait(120) == code and said in run.log(learner), run.log(learner)[-3000:]
+    finally:
+        run.close()
+    assert run.query("SELECT step, restored FROM steps WHERE restored IS NOT NULL") == [(3, 0)]
+    rates = run.query("""SELECT step, json_extract(settings, '$."actor.optim.lr"') FROM steps WHERE applied""")
+    assert sorted(rates) == [(1, 1e-3), (2, 1e-3), (4, 5e-4), (5, 5e-4)]

@@ -7,16 +7,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from common.buffers import Buffer
 from common.errors import WeightError
+from common.file_snapshot import FileTransport
 from common.snapshot import CHUNK_BYTES, WINDOW, SnapshotTransport, pull
+from common.stored import Stored, write_version
 from common.transfer import KeptGroups, StoreTransport, Ticket, Transport
+from common.weights import lay_out
 from tests.system.test_publish import until
 
 TIMEOUT_S = 1.5
@@ -89,11 +94,39 @@ class Worker:
         self.process.wait(10)
 
 
-@pytest.fixture(params=["gloo", "snapshot"])
-def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
-    made: Transport = (StoreTransport if request.param == "gloo" else SnapshotTransport)(
-        "127.0.0.1", timeout_s=TIMEOUT_S
-    )
+class SimulatedShelf:
+    """A learner's stored version: the bytes of all buckets, in five tensors that end somewhere in them."""
+
+    def __init__(self, folder: Path) -> None:
+        buffer = Buffer()
+        size = NUM_BUCKETS * BUCKET_BYTES // 5
+        buffer.prepare(lay_out([(f"part.{i}", "uint8", (size,)) for i in range(5)], BUCKET_BYTES))
+        torch.cat([bucket(i) for i in range(NUM_BUCKETS)], out=buffer.bytes)
+        write_version(folder, buffer, 7, shard_bytes=2 * size)
+        assert buffer.manifest is not None and buffer.manifest.total_bytes == 5 * size
+        self._stored = Stored(7, folder, buffer.manifest)
+        self.given_back = 0
+
+    def take(self, ticket: Ticket, meanwhile: Callable[[], None]) -> Stored:
+        meanwhile()
+        return self._stored
+
+    def give_back(self, stored: Stored) -> None:
+        self.given_back += 1
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> SimulatedShelf:
+    return SimulatedShelf(tmp_path_factory.mktemp("shelf"))
+
+
+@pytest.fixture(params=["gloo", "snapshot", "file"])
+def transport(request: pytest.FixtureRequest, shelf: SimulatedShelf) -> Iterator[Transport]:
+    made: Transport
+    if request.param == "file":
+        made = FileTransport("127.0.0.1", timeout_s=TIMEOUT_S, shelf=shelf)
+    else:
+        made = (StoreTransport if request.param == "gloo" else SnapshotTransport)("127.0.0.1", timeout_s=TIMEOUT_S)
     yield made
     made.close()
 

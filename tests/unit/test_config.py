@@ -120,6 +120,9 @@ def test_every_key_has_a_sentence():
         ("model={lora_rank: 4, target_modules: [q_proj, lm_head]}", "model.target_modules=['q_proj', 'lm_head']: lm"),
         ("model={lora_rank: 4, target_modules: model.embed_tokens}", "model.target_modules=model.embed_tokens: emb"),
         ("model={attn_implementation: varlen, dtype: float32}", "model.attn_implementation=varlen: flash attention"),
+        ("actor.log_prob_max_token_len_per_gpu=8", "actor.log_prob_max_token_len_per_gpu=8: one sequence can have"),
+        ("algorithm={proximal: bypass, rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2}}",
+         "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass"),
         ("rollout.n=1", "rollout.n=1: grpo compares samples of one prompt"),
         ("rollout={n: 1}", "rollout.n=1: grpo compares samples of one prompt"),
         ("run.bind_host=0.0.0.0", "run.bind_host=0.0.0.0: a public bind needs transport keys"),
@@ -137,6 +140,11 @@ def test_the_rank_of_adapters_that_engines_compute_is_bounded():
     assert [f for f in found if "model.lora_rank=513: engines compute adapters of rank 512 at most" in f]
     found = faults("model.lora_rank=512", "weights.adapters_only=true", "rollout.n=1")
     assert not [f for f in found if "lora_rank" in f or "adapters_only" in f]
+
+
+def test_folders_of_whole_models_hold_no_adapters():
+    found = faults("model.lora_rank=4", "weights.adapters_only=true", "weights.snapshot=file")
+    assert [f for f in found if f.startswith("weights.snapshot=file: its folders hold whole models")]
 
 
 def test_dynamic_sampling_needs_groups_and_remax_has_a_greedy_sample_more():

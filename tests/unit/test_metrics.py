@@ -2,8 +2,10 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -94,7 +96,7 @@ def test_a_fault_of_wandb_does_not_touch_the_run(writer, tmp_path, monkeypatch):
     def broken(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr("common.metrics._start_wandb", broken)
+    monkeypatch.setattr("common.sinks._start_wandb", broken)
     w = writer("trainer.logger=[wandb]")
     assert w.write(1, {"actor/lr": 1.0})
     assert len(lines(tmp_path)) == 1
@@ -113,7 +115,7 @@ from common.metrics import MetricsWriter
 w = MetricsWriter(sys.argv[1], load_config([], sys.argv[2:]))
 for step in range(3):
     w.write(step, {"critic/score/mean": step / 10})
-assert "wandb" in sys.modules and w._sinks[0]._run is not None
+assert "wandb" in sys.modules and w._sinks[0].sink is not None
 w.close()
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "PYTHONDONTWRITEBYTECODE"}
@@ -125,6 +127,35 @@ w.close()
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     kept = list(Path(tmp_path, "run", "wandb").glob("offline-run-*/*.wandb"))
     assert len(kept) == 1 and kept[0].stat().st_size > 0
+
+
+def test_tensorboard_has_each_step(writer, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    w = writer("trainer.logger=[tensorboard]")
+    for step in (1, 2):
+        w.write(step, {"critic/score/mean": step / 4, "actor/lr": float("nan")})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
+    assert events.Tags()["scalars"] == ["critic/score/mean"]
+
+
+def test_prometheus_is_told_the_newest_step(writer, tmp_path):
+    w = writer("trainer.logger=[prometheus]")
+    for step in (1, 2):
+        w.write(step, {"critic/score/mean": step / 4, "queue/dropped/stale": 3, "actor/lr": float("nan")})
+    port = w._sinks[0].sink.port
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    assert 'leeway_critic_score_mean{run="x"} 0.5\n' in text and 'leeway_step{run="x"} 2.0\n' in text
+    assert 'leeway_queue_dropped_stale{run="x"} 3.0\n' in text and 'leeway_actor_lr{run="x"} NaN\n' in text
+    assert "# HELP leeway_queue_dropped_stale Group attempts dropped so far for this reason. [groups]\n" in text
+
+
+def test_a_port_that_is_taken_ends_the_sink_and_not_the_run(writer, tmp_path, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        w = writer("trainer.logger=[prometheus]", f"trainer.prometheus_port={taken.getsockname()[1]}")
+        assert w.write(1, {"actor/lr": 1.0}) and "prometheus is switched off for this run" in caplog.text
+    assert len(lines(tmp_path)) == 1
 
 
 def expanded(pattern):

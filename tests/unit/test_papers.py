@@ -13,7 +13,7 @@ ROLES = ("broker", "generators", "learner")
 HOMES = {  # library -> the only files that import it
     "zmq": {"common/sockets.py"},
     "redis": {"common/control.py"},
-    "wandb": {"common/metrics.py"},
+    "wandb": {"common/sinks.py"},
     "vllm": {f"generators/{name}.py" for name in ("starting", "requests", "worker", "adapter_slot")},
 }
 NO_TORCH = ("common.loading", "common.preflight", "common.control", "common.roles", "common.local_run", "common.verbs",

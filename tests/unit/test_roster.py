@@ -107,6 +107,39 @@ def test_who_keeps_failing_rests_longer_each_time() -> None:
     assert rests == [0.2, 0.5, 1.0, 2.0, 2.0] or rests == [0.3, 0.5, 1.0, 2.0, 2.0]
 
 
+def test_where_snapshots_are_files_the_one_after_a_file_goes_over_the_socket() -> None:
+    r = roster()
+    r.snapshot = "file"
+    ways, now = [], 0.0
+    prepare = only(join(r, "a"), Prepare)
+    for _ in range(4):
+        ways.append(prepare.transport)
+        r.receive(b"a", "failed", {"number": prepare.number, "version": -1, "reason": "no"}, now)
+        now = r.members["a"].deadline
+        r.members["a"].heard = now
+        prepare = only(r.tick(now), Prepare)
+    assert ways == ["file", "snapshot", "file", "snapshot"]
+    deliver(r, prepare, now)
+    assert only(publish(r, 1, now), Prepare).transport == "gloo"
+
+
+def test_who_never_sees_the_files_gets_everything_over_the_socket() -> None:
+    r = roster()
+    r.transport = r.snapshot = "file"
+    ways, now, actions = [], 0.0, join(r, "a")
+    for version in range(1, 6):
+        while (prepare := only(actions, Prepare)).transport == "file":
+            ways.append("file")
+            r.receive(b"a", "failed", {"number": prepare.number, "version": version - 2, "reason": "no"}, now)
+            now = r.members["a"].deadline
+            r.members["a"].heard = now
+            actions = r.tick(now)
+        ways.append("socket")
+        deliver(r, prepare, now)
+        actions = publish(r, version, now)
+    assert ways == [*["file", "socket"] * 3, "socket", "socket"]
+
+
 def test_a_silent_member_is_left_out_and_greeted_again() -> None:
     r = roster()
     n = only(join(r, "a"), Prepare).number
