@@ -50,11 +50,10 @@ class Actor(nn.Module):
     def forward(
         self, micro: MicroBatch, *, with_entropy: bool = False, hidden_only: bool = False, beside: Beside | None = None
     ) -> Any:
-        """(log-probabilities [tokens], entropy [tokens] or None, KL [tokens] or None) of the micro-batch's targets,
-        float32.
+        """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32.
 
         hidden_only: instead, what the head would get, [tokens, hidden]; of this rank's part where rows are divided.
-        beside: the same of the reference, and its head, for the exact KL to it.
+        beside: the same of the reference, and its head; the exact KL to it, [tokens], is then the third.
         """
         part = micro if self.split is None else split_rows(micro, self.split)
         hidden = _hidden(self.lm.base_model, part, self.varlen)
@@ -64,7 +63,8 @@ class Actor(nn.Module):
             hidden, self.head, part.targets, part.temperatures, vocab_size=self.vocab_size, with_entropy=with_entropy,
             beside=beside,
         )  # fmt: skip
-        return tuple(None if values is None else part.gather(values) for values in outputs)
+        wanted = outputs if beside is not None else outputs[:2]
+        return tuple(None if values is None else part.gather(values) for values in wanted)
 
     def reset_own(self) -> None:
         """What the folder of the Hugging Face model has not: adapters, if there are any."""
@@ -99,6 +99,7 @@ class Critic(nn.Module):
     split: dist.ProcessGroup | None = None
     varlen = False
     offload: Offload | None = None
+    lora: Any = None
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -116,6 +117,7 @@ class Critic(nn.Module):
 
     def reset_own(self) -> None:
         """What the Hugging Face model has not."""
+        reset_adapters(self.backbone)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 

@@ -41,10 +41,10 @@ def start_of_step(
     proximal = entropy = ref = values = None
     if config.algorithm.proximal == "recompute":
         with clock("old_log_prob"):
-            proximal, entropy, _ = answers(models.actor.module, batch, micros, ranks, with_entropy=True)
+            proximal, entropy = answers(models.actor.module, batch, micros, ranks, with_entropy=True)
     if models.reference is not None and config.needs_ref_logprobs:
         with clock("ref"):
-            ref, _, _ = answers(models.reference, batch, micros, ranks, with_entropy=False)
+            ref, _ = answers(models.reference, batch, micros, ranks, with_entropy=False)
     if models.critic is not None:
         with clock("values"):
             (values,) = answers(models.critic.module, batch, micros, ranks)

@@ -155,7 +155,7 @@ def actor_loss(
         rows, live = micro.rows, targets.live[micro.rows]
         denominators = {"loss_agg_mode": mode, **vars(counts)}
         beside = None if besides is None else besides(micro)
-        token_logprobs, token_entropy, token_kl = module(micro, with_entropy=with_entropy, beside=beside)
+        token_logprobs, token_entropy, *token_kl = module(micro, with_entropy=with_entropy, beside=beside)
         logprobs = micro.scatter(token_logprobs)  # [n, response]
         if targets.proximal_logprobs is None:
             behavior = batch.behavior_logprobs[rows]
@@ -180,10 +180,10 @@ def actor_loss(
             value = value - settings["actor.entropy_coeff"] * entropy
             metrics["actor/entropy_loss"] = entropy.detach()
         if options.use_kl_loss:
-            if token_kl is None:
+            if besides is None:
                 penalty = kl_penalty(logprobs, targets.ref_logprobs[rows], kind=options.kl_loss_type)
             else:
-                penalty = micro.scatter(token_kl)
+                penalty = micro.scatter(*token_kl)
             kl = aggregate(penalty, live, **denominators)
             value = value + kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()

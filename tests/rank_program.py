@@ -216,7 +216,7 @@ def families(folder: Path, ranks: Ranks) -> None:
         ours, theirs = [], []
         for micro in micro_batches(batch, np.arange(len(batch)), packing):  # the same on each group of ranks
             for module, outputs, factor in ((plain, theirs, 1), (actor, ours, ranks.split)):
-                logprobs, entropy, _ = module(micro, with_entropy=True)
+                logprobs, entropy = module(micro, with_entropy=True)
                 ((logprobs.sum() + entropy.sum()) * factor).backward()
                 outputs.append(torch.cat([logprobs.detach(), entropy.detach()]))
         assert (torch.cat(ours) - torch.cat(theirs)).abs().max() <= 1e-5, path

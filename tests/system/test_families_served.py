@@ -60,7 +60,7 @@ def test_vllm_samples_with_the_learners_logprobs(family: str, options: tuple[str
     batch = make_batch(samples)
     micros = micro_batches(batch, np.arange(len(batch)), Packing(128, share_prompts=actor.shares_prompts))
     with torch.no_grad():
-        ours, _, _ = answers(actor, batch, micros, alone(), with_entropy=False)
+        ours, _ = answers(actor, batch, micros, alone(), with_entropy=False)
     assert int(batch.mask.sum()) == 24 * len(prompts)
     difference = (ours - batch.behavior_logprobs)[batch.mask].abs()
     print(f"\n{family}: largest difference {difference.max():.1e}, spread of log-probs {ours[batch.mask].std():.2f}")
