@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +23,7 @@ from common.errors import ConfigError
 from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
 from learner.logprobs import at_least_float32, token_logprobs
-from learner.lora import adapter_parameters, merged_parameters, reset_adapters
+from learner.lora import adapter_parameters, gathered, merged_parameters, reset_adapters
 from learner.offload import Offload
 from learner.packing import MicroBatch
 
@@ -301,19 +302,16 @@ def reshard(module: nn.Module) -> None:
             m.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one; every rank must ask for the same ones in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def published_weights(actor: Actor, *, dtype: str, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face names and whole tensors in the served dtype, adapters merged or alone; a tied head is not listed.
 
+    Each rank casts its shard, and what is gathered, one tensor at a time, is already in the served dtype.
     On one rank in float32 these are the parameters themselves: copy them before the next update.
     """
     reshard(actor)
-    for name, tensor in adapter_parameters(actor.lm) if adapters_only else merged_parameters(actor.lm):
-        yield name, tensor.to(DTYPES[dtype])
+    parameters = adapter_parameters(actor.lm) if adapters_only else merged_parameters(actor.lm)
+    for name, rows, p in parameters:
+        yield name, gathered(rows.to(DTYPES[dtype]), p)
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -324,9 +322,27 @@ def weights_digest(module: nn.Module) -> str:
 
 @torch.no_grad()
 def digest_of(parameters: list[nn.Parameter]) -> str:
-    """A sum of words, each tensor with its own factor; collective if they are sharded."""
-    total = torch.zeros((), dtype=torch.int64)
+    """A sum of words, each tensor with its own factor: the same number however many ranks share the weights.
+
+    Each rank adds up its own shards, and one number is summed over the ranks that share a copy.
+    """
+    totals: dict[tuple[DeviceMesh, int] | None, Tensor] = {}
     for i, p in enumerate(parameters):
-        words = whole(p.detach()).contiguous().view(-1).view(torch.int16 if p.itemsize == 2 else torch.int32)
-        total += words.sum(dtype=torch.int64).cpu() * (2 * i + 1)
-    return f"{int(total) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+        local, among = shard_of(p.detach())
+        words = local.contiguous().view(-1).view(torch.int16 if p.itemsize == 2 else torch.int32)
+        total = totals.setdefault(among, torch.zeros((), dtype=torch.int64, device=local.device))
+        total += (words.sum(dtype=torch.int64) * (2 * i + 1)).to(total.device)
+    for among, total in totals.items():
+        if among is not None:
+            mesh, dim = among
+            dist.all_reduce(total, group=mesh.get_group(dim))
+    return f"{sum(int(t) for t in totals.values()) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+
+
+def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[DeviceMesh, int] | None]:
+    """What this rank has of a tensor, without padding, and among whom the rest is (None: it has all of it)."""
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    assert len(sharded) <= 1, f"sharded over {len(sharded)} dimensions of the mesh"
+    return tensor.to_local(), (tensor.device_mesh, sharded[0]) if sharded else None
