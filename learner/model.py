@@ -98,13 +98,14 @@ def _hidden(backbone: nn.Module, micro: MicroBatch, varlen: bool) -> Tensor:
 
     Packed rows are exact only so: restarting position ids, no cache, and no mask but the one that
     says everything. With a cache or a mask of ones the sequences of a row see one another, silently.
+    Masks live as long as this forward and its backward; layers that are computed again find them.
     """
     ours = backbone.config._attn_implementation == NAME
     out = backbone(
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,
         use_cache=False,
-        **({"rows": micro, "varlen": varlen} if ours else {"attention_mask": micro.attention_mask}),
+        **({"rows": micro, "varlen": varlen, "masks": {}} if ours else {"attention_mask": micro.attention_mask()}),
     ).last_hidden_state
     return out.flatten(0, 1).index_select(0, micro.wanted)
 
