@@ -72,10 +72,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(faults: list[str], code: int) -> int:
-    if len(faults) == 1:
-        print(f"launch.py: error: {faults[0]}", file=sys.stderr)
+    num = sum(not fault.startswith(" ") for fault in faults)  # the others say more of the one before
+    if num == 1:
+        print("launch.py: error: " + "\n  ".join(faults), file=sys.stderr)
     else:
-        print("\n  ".join([f"launch.py: {len(faults)} errors:", *faults]), file=sys.stderr)
+        print("\n  ".join([f"launch.py: {num} errors:", *faults]), file=sys.stderr)
     return code
 
 

@@ -11,7 +11,7 @@ from broker.records import Attempt
 from broker.service import Service
 from broker.store import NewSample
 from common.errors import LedgerError, WireError
-from common.wire import Sample, decode_sample, pack
+from common.wire import Spans, check_sample, pack
 
 OPS = ("hello", "heartbeat", "sample", "give_back", "bye")
 LOST_S = 5.0  # a generator silent for so long and without a registry entry is gone
@@ -45,6 +45,11 @@ class GeneratorDesk:
             return
         peer.heard_at = now
         self._handlers[op](peer, fields, payload, now)
+
+    def is_idle(self, identity: bytes) -> bool:
+        """Whether a generator has delivered all that was leased to it."""
+        peer = self._s.peers.get(identity)
+        return peer is not None and not self._s.ledger.load_of(peer.name)
 
     def turn(self, now: float) -> None:
         """Leases that ended, generators that are gone, groups to hand out."""
@@ -103,7 +108,7 @@ class GeneratorDesk:
         s = self._s
         group, attempt, index = fields["group"], fields["attempt"], fields["index"]
         try:
-            sample = self._checked(fields, payload)
+            spans = self._checked(fields, payload)
             if fields["fault"] is not None:
                 fields["fault"] = parse.word(fields["fault"])
             verdict = s.ledger.commit(peer.name, fields, now, len(payload[0]))
@@ -118,21 +123,21 @@ class GeneratorDesk:
             return
         s.counted[verdict] += 1
         if verdict == "stored":
-            s.keep(NewSample(fields, payload[0], peer.name, sample.spans))
+            s.keep(NewSample(fields, payload[0], peer.name, spans))
             s.counted["faulty"] += fields["fault"] is not None
         s.acknowledge(peer.identity, (group, attempt, index))
 
-    def _checked(self, fields: Fields, payload: list[bytes]) -> Sample:
+    def _checked(self, fields: Fields, payload: list[bytes]) -> Spans:
         if len(payload) != 1:
             raise WireError("bad_payload", f"{len(payload)} frames instead of one")
-        sample = decode_sample(fields, payload[0], vocab_size=self._s.vocab_size)
-        attempt = self._s.ledger.live.get((sample.group, sample.attempt))
+        spans, temperature = check_sample(fields, payload[0], vocab_size=self._s.vocab_size)
+        attempt = self._s.ledger.live.get((fields["group"], fields["attempt"]))
         if attempt is not None and attempt.lane == "train":
-            temperature, greedy = sample.sampling.get("temperature"), sample.index == self._s.ledger.rules.greedy_index
+            greedy = fields["index"] == self._s.ledger.rules.greedy_index
             if temperature is None or not (temperature == 0 if greedy else temperature > 0):
                 kind = "the greedy sample of a group" if greedy else "a training rollout"
                 raise WireError("bad_sampling", f"temperature {temperature} in {kind}")
-        return sample
+        return spans
 
     def _give_back(self, peer: Peer, fields: Fields, payload: list[bytes], now: float) -> None:
         reason = parse.word(fields["reason"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from broker import parse
@@ -16,12 +17,23 @@ from common.errors import FencedError, LedgerError, NoSignalError, RolledBackErr
 from common.failpoints import failpoint
 from common.wire import pack
 
-OPS = ("attach", "claim", "fetch", "ack_step", "return", "checkpoint", "row", "validate", "validations", "status",
-       "rollback")  # fmt: skip
+OPS = ("attach", "claim", "see_claim", "fetch", "ack_step", "return", "checkpoint", "row", "validate", "validations",
+       "status", "rollback")  # fmt: skip
 SAMPLES_PER_FRAME = 4096  # sample headers in one frame of a claim
 KEYS_PER_FETCH = 4000
+MAX_WATCHERS = 4096
 TELL_S = 1.0
 Fields = dict[str, Any]
+
+
+@dataclass
+class Watcher:
+    """A connection that waits for the claim of a step."""
+
+    id: int
+    epoch: int
+    step: int
+    told_at: float
 
 
 class LearnerDesk:
@@ -29,9 +41,11 @@ class LearnerDesk:
 
     def __init__(self, service: Service) -> None:
         self._s = service
+        self._watchers: dict[bytes, Watcher] = {}  # by connection
         self._handlers: dict[str, Callable[..., None]] = {
             "attach": self._attach,
             "claim": self._claim,
+            "see_claim": self._see_claim,
             "fetch": self._fetch,
             "ack_step": self._ack_step,
             "return": self._return,
@@ -54,6 +68,11 @@ class LearnerDesk:
 
     def turn(self, now: float) -> bool:
         """Try the claim that waits; say about once a second why it has to wait longer. True: it waits no more."""
+        made = self._try_claim(now)
+        self._tell_watchers(now)
+        return made
+
+    def _try_claim(self, now: float) -> bool:
         parked = self._s.parked
         if parked is None:
             return False
@@ -73,8 +92,30 @@ class LearnerDesk:
             self._s.send(parked.peer, "ended", id=parked.id, reason="the data ended")
         else:
             failpoint("broker.during_claim")
-            self._send_claim(parked, claim)
+            now, sent = self._s.clock(), self._s.handed_out_at
+            self._s.handed_out_at = {c.step: sent.get(c.step, now) for c in self._s.ledger.claims}
+            self._send_claim(parked.peer, parked.id, claim)
         return True
+
+    def _tell_watchers(self, now: float) -> None:
+        """The claims that are there now, to those that wait for them."""
+        s = self._s
+        for peer, w in list(self._watchers.items()):
+            claim = next((c for c in s.ledger.claims if c.step == w.step), None)
+            try:
+                s.ledger.fence(w.epoch)
+                if w.step <= s.ledger.counters.step:
+                    raise LedgerError(f"step {w.step} is over: the last one is {s.ledger.counters.step}")
+            except (LedgerError, FencedError) as e:
+                del self._watchers[peer]
+                self._error(peer, w.id, e)
+                continue
+            if claim is not None:
+                del self._watchers[peer]
+                self._send_claim(peer, w.id, claim)
+            elif now - w.told_at >= TELL_S:
+                w.told_at = now
+                s.send(peer, "waiting", id=w.id, reason=f"step {w.step} is not claimed yet")
 
     # ------------------------------------------------------------ requests
     def _attach(self, peer: bytes, *, id: int, run: str, name: str, incarnation: str) -> None:
@@ -84,6 +125,7 @@ class LearnerDesk:
         epoch = s.ledger.attach(name, incarnation)
         if epoch != before:
             s.parked = None
+            s.fetched.clear()
             s.log.info("learner %s is here: epoch %d, step %d", name, epoch, s.ledger.counters.step)
         c = s.ledger.counters
         s.send(
@@ -104,6 +146,12 @@ class LearnerDesk:
         since = before.since if before is not None and before.step == step else now
         self._s.parked = Parked(peer, id, epoch, step, version, num_groups, since)
 
+    def _see_claim(self, peer: bytes, *, id: int, epoch: int, step: int) -> None:
+        self._s.ledger.fence(epoch)
+        if len(self._watchers) >= MAX_WATCHERS and peer not in self._watchers:
+            raise LedgerError(f"more than {MAX_WATCHERS} connections wait for a claim")
+        self._watchers[peer] = Watcher(id, epoch, step, self._s.clock())
+
     def _fetch(self, peer: bytes, *, id: int, epoch: int, keys: list[Any]) -> None:
         self._s.ledger.fence(epoch)
         wanted = [(g, a, i) for g, a, i in parse.int_lists(keys, 3, "fetch.keys")]
@@ -115,6 +163,9 @@ class LearnerDesk:
             raise LedgerError(
                 f"the payload of sample {'/'.join(map(str, gone[0]))} is gone ({len(gone)} of {len(wanted)})"
             )
+        name = peer.decode(errors="replace").partition("/")[0]
+        if name in self._s.fetched or len(self._s.fetched) < MAX_WATCHERS:
+            self._s.fetched[name] += len(wanted)
         self._s.send(peer, "samples", *[p for p in payloads if p is not None], id=id, keys=keys)
 
     def _ack_step(
@@ -215,13 +266,12 @@ class LearnerDesk:
                 s.log.error("group %d/%d is damaged in %s: dropped, its prompt is tried again", *key, s.store.path)
                 s.ledger.drop_damaged(key)
 
-    def _send_claim(self, parked: Parked, claim: Claim) -> None:
-        live, now, sent = self._s.ledger.live, self._s.clock(), self._s.handed_out_at
-        self._s.handed_out_at = {c.step: sent.get(c.step, now) for c in self._s.ledger.claims}
+    def _send_claim(self, peer: bytes, id: int, claim: Claim) -> None:
+        live = self._s.ledger.live
         groups = [{"group": g, "attempt": a, "samples": live[g, a].sound} for g, a in claim.keys]
         self._s.send(
-            parked.peer, "claimed", *_chunks(groups), id=parked.id, step=claim.step, version=claim.version,
-            limit=claim.limit, short=claim.short,
+            peer, "claimed", *_chunks(groups), id=id, step=claim.step, version=claim.version, limit=claim.limit,
+            short=claim.short,
         )  # fmt: skip
 
     def _error(self, peer: bytes, id: int, error: Exception) -> None:

@@ -38,6 +38,7 @@ TURN_S = 0.02  # while samples come in, one transaction in so much time, not one
 TICK_S = 0.25  # how soon a stop, another limit or another registry entry is seen
 GC_ALLOCATIONS = 20_000  # between two searches for cycles: messages make none, and are many
 MAX_LOST_BATCHES = 32  # the run ends after so many batches' attempts of which not one could be sampled and scored
+LATER, SOON, NOW = range(3)  # an answer: within TURN_S; once no more messages are there; before the next one
 OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
 
 
@@ -61,13 +62,7 @@ class Server:
         gc.set_threshold(GC_ALLOCATIONS)
         turned_at = 0.0
         while not stop.is_set():
-            message, num, urgent = self._router.receive(self._patience()), 0, False
-            while message is not None:
-                urgent |= self.handle(*message)
-                num += 1
-                message = self._router.receive(0) if num < MESSAGES_PER_TURN else None
-                if message is None and not urgent and num < MESSAGES_PER_TURN:
-                    message = self._router.receive(turned_at + TURN_S - self.service.clock())
+            self._take_messages(turned_at + TURN_S)
             turned_at = self.service.clock()
             self.turn()
             if on_turn is not None:
@@ -76,22 +71,36 @@ class Server:
         self.service.ledger.release_leases("shutdown")
         self.turn()
 
-    def handle(self, peer: bytes, frames: list[bytes]) -> bool:
-        """One message; what cannot be read is refused with the reason, and counted. True: somebody waits for it."""
-        s = self.service
+    def _take_messages(self, until: float) -> None:
+        """Those that are there, and those that come by ``until`` unless somebody waits for the answer to one."""
+        message, num, haste = self._router.receive(self._patience()), 0, LATER
+        while message is not None:
+            haste = max(haste, self.handle(*message))
+            num += 1
+            if haste == NOW or num == MESSAGES_PER_TURN:
+                return
+            message = self._router.receive(0)
+            if message is None and haste == LATER:
+                message = self._router.receive(until - self.service.clock())
+
+    def handle(self, peer: bytes, frames: list[bytes]) -> int:
+        """One message; what cannot be read is refused with the reason, and counted. Returns how its answer hurries."""
+        s, before = self.service, self.service.ledger.num_ready
         try:
             op, fields, payload = decode(frames, OPS)
             if op in learner_desk.OPS:
                 self._learner.handle(peer, op, fields)
-                return True
+                return NOW
             self._generators.handle(peer, op, fields, payload)
-            return op == "hello" or (s.parked is not None and s.ledger.num_ready >= s.parked.num_groups)
+            if s.parked is not None and s.ledger.num_ready >= s.parked.num_groups:
+                return NOW if before < s.parked.num_groups else SOON
+            return SOON if op == "hello" or (op == "sample" and self._generators.is_idle(peer)) else LATER
         except WireError as e:
             s.refused[e.reason] += 1
             if s.refused[e.reason] == 1:
                 s.log.warning("a message from %r is refused: %s", peer[:40], e)
             s.send(peer, "refused", re="message", reason=e.reason, detail=str(e)[:500])
-            return False
+            return LATER
 
     def turn(self) -> None:
         """What follows from the messages; commit; answer."""

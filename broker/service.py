@@ -72,6 +72,7 @@ class Service:
     counted: Counter[str] = field(default_factory=Counter)  # samples: stored, duplicate, late, refused
     learner_heard_at: float | None = None
     handed_out_at: dict[int, float] = field(default_factory=dict)  # steps at the learner
+    fetched: Counter[str] = field(default_factory=Counter)  # payloads, by the name of the learner's connection
     _samples: list[NewSample] = field(default_factory=list)
     _outbox: list[tuple[bytes, list[bytes]]] = field(default_factory=list)
     _acks: dict[bytes, list[tuple[int, int, int]]] = field(default_factory=dict)

@@ -61,6 +61,7 @@ def status(s: Service) -> dict[str, Any]:
         "claimed_step": ledger.claimed.step if ledger.claimed else None,
         **stats(s),
         "evaluation": {state: n for state, n in ledger.counts["eval"].items() if n},
+        "fetched": dict(s.fetched),
         "learner_silent_s": None if s.learner_heard_at is None else round(now - s.learner_heard_at, 1),
         "peers": [
             {

@@ -72,7 +72,8 @@ class Section(BaseModel):
 
 class Run(Section):
     id: str | None = None
-    """Name of the run; letters, digits, `.`, `_`, `-`. Default: the config's name and the time."""
+    """Name of the run; letters, digits, `.`, `_`, `-`. Default: that of the run in `run.dir`, else the config's name
+    and the time."""
     dir: str | None = None
     """Folder of the run. Default: `runs/<run.id>`."""
     seed: NonNegativeInt = 0
@@ -630,13 +631,6 @@ def combination_faults(c: Config) -> list[str]:
             f"{name}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={B}",
         )
         refuse(
-            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu * split < c.max_sequence_tokens,
-            f"{name}.ppo_max_token_len_per_gpu={part.ppo_max_token_len_per_gpu}: one sequence can have "
-            f"data.max_prompt_length + data.max_response_length = {c.max_sequence_tokens} tokens; "
-            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
-            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
-        )
-        refuse(
             part.use_torch_compile and split > 1,
             f"{name}.use_torch_compile=true: layers that exchange rows with other ranks are not compiled; set it to "
             "false, or actor.ulysses_sequence_parallel_size=1",
@@ -645,6 +639,18 @@ def combination_faults(c: Config) -> list[str]:
             part.fsdp_config.offload_policy and (part.fsdp_config.param_offload or part.fsdp_config.optimizer_offload),
             f"{name}.fsdp_config.offload_policy=true: keeps weights and optimizer in host memory all the time; "
             "leave out param_offload and optimizer_offload",
+        )
+    for key, dynamic, budget in (
+        ("actor.ppo_max_token_len_per_gpu", c.actor.use_dynamic_bsz, c.actor.ppo_max_token_len_per_gpu),
+        ("actor.log_prob_max_token_len_per_gpu", c.actor.use_dynamic_bsz, c.actor.log_prob_max_token_len_per_gpu),
+        ("critic.ppo_max_token_len_per_gpu", c.critic.use_dynamic_bsz, c.critic.ppo_max_token_len_per_gpu),
+    ):
+        refuse(
+            dynamic and budget is not None and budget * split < c.max_sequence_tokens,
+            f"{key}={budget}: one sequence can have data.max_prompt_length + data.max_response_length = "
+            f"{c.max_sequence_tokens} tokens; "
+            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
+            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
         )
     refuse(
         c.rollout.n == 1
@@ -663,6 +669,11 @@ def combination_faults(c: Config) -> list[str]:
             parse_rejection(correction.rollout_rs, correction.rollout_rs_threshold or "none given")
         except ValueError as e:
             faults.append(f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs}: {e}")
+    refuse(
+        c.algorithm.proximal == "bypass" and c.algorithm.rollout_correction.rollout_rs is not None,
+        "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass the ratio it looks at is always 1, so "
+        "nothing would be rejected; use algorithm.proximal=recompute, or no rejection",
+    )
     refuse(
         c.algorithm.proximal == "loglinear" and c.algorithm.rollout_correction.rollout_rs is not None,
         "algorithm.rollout_correction.rollout_rs: loglinear has no proximal log-probs before the update, on which "

@@ -183,6 +183,8 @@ def _resume_path(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path: give the checkpoint with trainer.resume_from_path=…/checkpoints/step_N"
     elif path is not None and mode != "resume_path":
         yield f"trainer.resume_from_path={path}: is not used with trainer.resume_mode={mode}; set that to resume_path"
+    elif path is not None and not re.fullmatch(r"step_\d+", Path(path).name):
+        yield f"trainer.resume_from_path={path}: is no checkpoint of a run; give …/checkpoints/step_N"
     elif path is not None and not (Path(path).expanduser() / "manifest.json").is_file():
         yield f"trainer.resume_from_path={path}: is no finished checkpoint (no manifest.json in it)"
 

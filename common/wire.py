@@ -8,9 +8,11 @@ is decoded. Arrays are raw little-endian bytes with dtype and length in a map.
 from __future__ import annotations
 
 import math
+import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -65,6 +67,8 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # the batch of the next step, to be trained at `version`; while step s is trained at version v, also that of
     # step s + 1 at v + 1; answered by `claimed` or `ended`, `waiting` before
     "claim": {"id": int, "epoch": int, "step": int, "version": int, "num_groups": int},
+    # for the learner's other ranks: the batch of this step once it is claimed; answered as a claim is
+    "see_claim": {"id": int, "epoch": int, "step": int},
     # `keys`: [[group, attempt, index], …], at most 4,000
     "fetch": {"id": int, "epoch": int, "keys": list},
     # the claimed step was applied (or skipped, for `reason`) on all ranks; `optimizer_span`: [start, end], Unix seconds
@@ -270,6 +274,9 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 # ---------------------------------------------------------------- samples
+Spans = tuple[tuple[int, int, int], ...]  # (version, start, end) over the response tokens, end to end
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response, as it travels and as it is stored. Example in comments, for a response of 6 tokens."""
@@ -280,7 +287,7 @@ class Sample:
     prompt_ids: NDArray[np.int32]  # [prompt]
     response_ids: NDArray[np.int32]  # [response]
     behavior_logprobs: NDArray[np.float32]  # [response], of the distribution actually sampled
-    spans: tuple[tuple[int, int, int], ...]  # ((4, 0, 2), (5, 2, 6)): version 4 made the first two tokens
+    spans: Spans  # ((4, 0, 2), (5, 2, 6)): version 4 made the first two tokens
     sampling: dict[str, float]  # {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     finish_reason: str  # "stop" or "length"
     reward: float | None  # None: the reward failed, see `fault`
@@ -293,8 +300,7 @@ class Sample:
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
         """[response]: 1 on tokens that the policy sampled, 0 on tool and environment tokens."""
-        runs = self.loss_mask_runs or (len(self.response_ids),)
-        return np.repeat(np.arange(len(runs)) % 2 == 0, runs)
+        return _mask(self.loss_mask_runs or (len(self.response_ids),))
 
     @property
     def num_live_tokens(self) -> int:
@@ -346,72 +352,101 @@ def decode_sample(header: dict[str, Any], payload: bytes, *, vocab_size: int | N
         WireError: `checksum`, `missing_field`, `wrong_type`, `lengths_disagree`, `empty_response`,
             `token_out_of_vocabulary`, `bad_logprob`, `bad_span`, `bad_reward`.
     """
+    c = _contents(header, payload, vocab_size)
+    return Sample(
+        group=header["group"], attempt=header["attempt"], index=header["index"],
+        prompt_ids=np.frombuffer(c.prompt_ids, dtype=_I4), response_ids=np.frombuffer(c.response_ids, dtype=_I4),
+        behavior_logprobs=c.logprobs, spans=c.spans, loss_mask_runs=c.loss_mask_runs, sampling=c.fields["sampling"],
+        finish_reason=c.fields["finish_reason"], reward=c.fields["reward"], reward_parts=c.fields["reward_parts"],
+        generator=c.fields["generator"], timing=c.fields["timing"], fault=c.fields["fault"],
+    )  # fmt: skip
+
+
+def check_sample(header: dict[str, Any], payload: bytes, *, vocab_size: int | None = None) -> tuple[Spans, Any]:
+    """``(version spans, temperature)`` of a sample that passes every check of ``decode_sample``; raises as that does.
+    A third of its cost: the broker, which forwards the payload, needs no arrays."""
+    c = _contents(header, payload, vocab_size)
+    return c.spans, c.fields["sampling"].get("temperature")
+
+
+class _Contents(NamedTuple):
+    """A checked payload."""
+
+    fields: dict[str, Any]
+    prompt_ids: bytes
+    response_ids: bytes
+    logprobs: NDArray[np.float32]
+    spans: Spans
+    loss_mask_runs: tuple[int, ...]
+
+
+def _contents(header: dict[str, Any], payload: bytes, vocab_size: int | None) -> _Contents:
     if zlib.crc32(payload) != header["crc"]:
         raise WireError("checksum", f"sample {header['group']}/{header['attempt']}/{header['index']}")
     m = unpack(payload)
     if not isinstance(m, dict) or m.get("v") != SCHEMA:
         raise WireError("schema_version", "payload")
     try:
-        s = Sample(
-            group=header["group"], attempt=header["attempt"], index=header["index"],
-            prompt_ids=_read_array(m["prompt_ids"], "<i4"),
-            response_ids=_read_array(m["response_ids"], "<i4"),
-            behavior_logprobs=_read_array(m["behavior_logprobs"], "<f4"),
-            spans=_triples(_read_array(m["spans"], "<i8").tolist()),
-            loss_mask_runs=tuple(_read_array(m["loss_mask_runs"], "<i4").tolist()),
-            sampling=_numbers(m["sampling"]), finish_reason=_text(m["finish_reason"]),
-            reward=m["reward"], reward_parts=_numbers(m["reward_parts"]), generator=_text(m["generator"]),
-            timing=_numbers(m["timing"]), fault=m["fault"],
+        c = _Contents(
+            m, _read_array(m["prompt_ids"], "<i4", 4), _read_array(m["response_ids"], "<i4", 4),
+            np.frombuffer(_read_array(m["behavior_logprobs"], "<f4", 4), dtype=_F4),
+            _read_spans(_read_array(m["spans"], "<i8", 8)), _read_runs(_read_array(m["loss_mask_runs"], "<i4", 4)),
         )  # fmt: skip
+        for name in ("sampling", "reward_parts", "timing"):
+            _check_numbers(m[name])
+        reward, fault, reason = m["reward"], m["fault"], m["finish_reason"]
+        if type(reason) is not str or type(m["generator"]) is not str:
+            raise TypeError("not a string")
     except KeyError as e:
         raise WireError("missing_field", f"payload.{e.args[0]}") from None
     except (TypeError, ValueError) as e:
         raise WireError("wrong_type", f"payload: {e}") from None
-    _check_sample(s, header, vocab_size)
-    return s
+    _check_tokens(c, header, vocab_size)
+    _check_spans(c.spans, header)
+    if fault is None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
+        raise WireError("bad_reward", repr(reward)[:40])
+    if header["reward"] != reward or header["fault"] != fault:
+        raise WireError("bad_reward", "header disagrees")
+    if reason not in ("stop", "length") or header["truncated"] != (reason == "length"):
+        raise WireError("wrong_type", f"finish_reason {reason!r}"[:80])
+    return c
 
 
-def _check_sample(s: Sample, header: dict[str, Any], vocab_size: int | None) -> None:
-    n = len(s.response_ids)
-    if n == 0 or len(s.prompt_ids) == 0:
+def _check_tokens(c: _Contents, header: dict[str, Any], vocab_size: int | None) -> None:
+    n, sampled, runs = len(c.response_ids) // 4, c.logprobs, c.loss_mask_runs
+    if n == 0 or not c.prompt_ids:
         raise WireError("empty_response" if n == 0 else "empty_prompt")
-    if len(s.behavior_logprobs) != n or header["num_tokens"] != n:
-        raise WireError(
-            "lengths_disagree", f"{n} tokens, {len(s.behavior_logprobs)} log-probs, header {header['num_tokens']}"
-        )
-    sampled = s.behavior_logprobs
-    if s.loss_mask_runs:
-        if min(s.loss_mask_runs) < 0 or sum(s.loss_mask_runs) != n:
+    if len(sampled) != n or header["num_tokens"] != n:
+        raise WireError("lengths_disagree", f"{n} tokens, {len(sampled)} log-probs, header {header['num_tokens']}")
+    if runs:
+        if min(runs) < 0 or sum(runs) != n:
             raise WireError("lengths_disagree", "loss mask")
-        sampled = sampled[s.loss_mask]
+        sampled = sampled[_mask(runs)]
     if header["num_live_tokens"] != len(sampled):
         raise WireError("lengths_disagree", "num_live_tokens")
-    bound = _INT32_END if vocab_size is None else vocab_size
-    for ids in (s.prompt_ids, s.response_ids):
-        if np.maximum.reduce(ids.view(_U4)) >= bound:  # a negative id is a large one
-            raise WireError("token_out_of_vocabulary", f"{int(ids.min())}..{int(ids.max())}, vocabulary {vocab_size}")
-    if len(sampled) and not (np.maximum.reduce(sampled) <= 1e-3 and np.minimum.reduce(sampled) > -np.inf):  # nor NaN
+    # `argmax` and `argmin` are quicker than `max` and `min` on so few; both find a NaN, which compares with nothing.
+    ids = np.frombuffer(c.prompt_ids + c.response_ids, dtype=_U4)  # a negative id is a large one
+    if (largest := ids[ids.argmax()]) >= (_INT32_END if vocab_size is None else vocab_size):
+        raise WireError("token_out_of_vocabulary", f"{int(largest.astype(_I4))}, vocabulary {vocab_size}")
+    if len(sampled) and not (sampled[sampled.argmax()] <= 1e-3 and sampled[sampled.argmin()] > -math.inf):
         raise WireError("bad_logprob", "not finite, or above 0, on a sampled token")
-    edge, versions = 0, []
-    for version, start, end in s.spans:
+
+
+def _check_spans(spans: Spans, header: dict[str, Any]) -> None:
+    """They lie end to end over all tokens, and the header names the oldest and the newest version."""
+    n, edge, oldest, newest = header["num_tokens"], 0, _INT_END, -1
+    for version, start, end in spans:
         if version < 0 or start != edge or end <= start:
-            break
-        edge = end
-        versions.append(version)
-    if edge != n or len(versions) != len(s.spans):
-        raise WireError("bad_span", f"{s.spans} over {n} tokens")
-    if header["oldest"] != min(versions) or header["newest"] != max(versions):
+            raise WireError("bad_span", f"{spans} over {n} tokens")
+        edge, oldest, newest = end, min(oldest, version), max(newest, version)
+    if edge != n:
+        raise WireError("bad_span", f"{spans} over {n} tokens")
+    if header["oldest"] != oldest or header["newest"] != newest:
         raise WireError("bad_span", "header disagrees")
-    if s.fault is None and not (isinstance(s.reward, (int, float)) and math.isfinite(s.reward)):
-        raise WireError("bad_reward", repr(s.reward)[:40])
-    if header["reward"] != s.reward or header["fault"] != s.fault:
-        raise WireError("bad_reward", "header disagrees")
-    if s.finish_reason not in ("stop", "length") or header["truncated"] != (s.finish_reason == "length"):
-        raise WireError("wrong_type", f"finish_reason {s.finish_reason!r}"[:80])
 
 
-_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4")}
-_U4 = np.dtype("<u4")
+_I4, _U4, _F4 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4")
+_SPAN, _RUN = struct.Struct("<qqq"), struct.Struct("<i")
 
 
 def _array(a: NDArray[Any], dtype: str) -> dict[str, Any]:
@@ -419,33 +454,35 @@ def _array(a: NDArray[Any], dtype: str) -> dict[str, Any]:
     return {"dtype": dtype, "len": a.size, "data": a.tobytes()}
 
 
-def _read_array(m: Any, dtype: str) -> NDArray[Any]:
+def _read_array(m: Any, dtype: str, item_bytes: int) -> bytes:
+    """The bytes of an array."""
     if type(m) is not dict or m.get("dtype") != dtype or type(data := m.get("data")) is not bytes:
         raise TypeError(f"no array of {dtype}")
-    a = np.frombuffer(data, dtype=_DTYPES[dtype])
-    if a.size != m.get("len"):
+    if len(data) % item_bytes:
+        raise TypeError(f"{len(data)} bytes are no array of {dtype}")
+    if len(data) != item_bytes * m.get("len", -1):
         raise WireError("lengths_disagree", "array")
-    return a
+    return data
 
 
-def _triples(flat: list[int]) -> tuple[tuple[int, int, int], ...]:
-    if len(flat) == 3:
-        return ((flat[0], flat[1], flat[2]),)
-    if len(flat) % 3:
+def _read_spans(data: bytes) -> Spans:
+    if len(data) % _SPAN.size:
         raise WireError("lengths_disagree", "spans")
-    return tuple(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+    return tuple(_SPAN.iter_unpack(data))  # type: ignore[arg-type]
 
 
-def _numbers(m: Any) -> dict[str, float]:
+def _read_runs(data: bytes) -> tuple[int, ...]:
+    return tuple(run for (run,) in _RUN.iter_unpack(data)) if data else ()
+
+
+def _mask(runs: Sequence[int]) -> NDArray[np.bool_]:
+    """[response]: alternating runs, the first one true."""
+    return np.repeat(np.arange(len(runs)) % 2 == 0, runs)
+
+
+def _check_numbers(m: Any) -> None:
     if type(m) is not dict:
         raise TypeError("not a map of numbers")
     for value in m.values():
         if type(value) not in Number:
             raise TypeError("not a map of numbers")
-    return m
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("not a string")
-    return value

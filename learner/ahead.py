@@ -1,9 +1,12 @@
 """The next batch, claimed and fetched while this one is trained.
 
 Consumes orders of the step (one at a time) and batches of the broker, over a connection of its own.
-A thread claims, fetches and makes the tensors, so that what is left of it to the step is to wait
-for what is not there yet. With a staleness limit of 0 nothing can be claimed before the step's
-acknowledgement: the order waits at the broker and is served as soon as it can be.
+A thread claims, fetches and decodes, so that what is left of it to the step is to wait for what is not
+there yet. With a staleness limit of 0 nothing can be claimed before the step's acknowledgement: the
+order waits at the broker and is served as soon as it can be.
+
+Each rank has one. Rank 0's claims; the others' wait at the broker until that is done, and fetch their own
+shares. Which claim is trained is rank 0's word in the step; a share of another one is fetched anew.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from common.errors import FencedError, LeewayError, Stopped
-from learner.batch import Batch, make_batch
+from common.errors import DeadlineError, FencedError, LedgerError, LeewayError, Stopped
+from learner.dealing import Part, part_of
+from learner.ranks import Ranks
 
 POLL_S = 0.2  # how soon a stop is seen
 TELL_S = 1.0  # between two words on what a batch waits for
+SEEN_S = 5.0  # rank 0 has the claim: the broker's word of it reaches the others within so long
 
 
 @dataclass
@@ -29,7 +32,7 @@ class _Order:
 
     step: int
     claim: Any = None  # None once `claimed` is set: the data ended
-    batch: Batch | None = None
+    part: Part = None
     waits_for: str = ""
     error: BaseException | None = None
     claimed: threading.Event = field(default_factory=threading.Event)
@@ -39,9 +42,9 @@ class _Order:
 class Ahead:
     """At most one order is under way; methods are for one thread."""
 
-    def __init__(self, feed: Any, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, feed: Any, ranks: Ranks) -> None:
         """feed: a `learner.feed.Feed` that nobody else uses."""
-        self._feed, self._device = feed, device
+        self._feed, self._ranks = feed, ranks
         self._order: _Order | None = None
         self._thread: threading.Thread | None = None
 
@@ -58,13 +61,16 @@ class Ahead:
 
         def work() -> None:
             try:
-                order.claim = self._feed.claim(
-                    step=step, version=version, num_groups=num_groups,
-                    on_wait=lambda reason: setattr(order, "waits_for", reason),
-                )  # fmt: skip
+                if self._ranks.first:
+                    order.claim = self._feed.claim(
+                        step=step, version=version, num_groups=num_groups,
+                        on_wait=lambda reason: setattr(order, "waits_for", reason),
+                    )  # fmt: skip
+                else:
+                    order.claim = self._feed.see_claim(step=step)
                 order.claimed.set()
                 if order.claim is not None:
-                    order.batch = make_batch(self._feed.fetch(order.claim), device=self._device)
+                    order.part = part_of(order.claim, self._feed, self._ranks)
             except BaseException as e:
                 order.error = e
             finally:
@@ -75,7 +81,7 @@ class Ahead:
         self._thread.start()
 
     def claim(self, *, stop: threading.Event, on_wait: Callable[[str], None]) -> Any:
-        """Wait for the claim of the order under way; None: the data ended. See `batch` for the errors."""
+        """Wait for the claim of the order under way; None: the data ended. See `part` for the errors."""
         order, told_at = self._order, time.monotonic()
         assert order is not None
         while not order.claimed.wait(POLL_S):
@@ -89,21 +95,28 @@ class Ahead:
             raise order.error
         return order.claim
 
-    def batch(self, *, stop: threading.Event) -> Batch:
-        """Wait for the batch of the claim.
+    def part(self, claim: Any, *, stop: threading.Event) -> Part:
+        """Wait for this rank's part of the batch of `claim`.
 
         Raises:
-            Stopped: `stop` was set; LeewayError: what claiming or fetching raised. The order is over then.
+            Stopped: `stop` was set; DeadlineError, LedgerError: the order is of another claim; LeewayError: what
+            claiming or fetching raised. The order is over then.
         """
-        order = self._order
+        order, deadline = self._order, time.monotonic() + SEEN_S
         assert order is not None
+        while not order.claimed.wait(POLL_S):
+            self._stop_if(stop)
+            if time.monotonic() > deadline:
+                self.cancel()
+                raise DeadlineError(f"the broker's word that step {order.step} is claimed", SEEN_S)
         while not order.made.wait(POLL_S):
             self._stop_if(stop)
         self._end()
         if order.error is not None:
             raise order.error
-        assert order.batch is not None
-        return order.batch
+        if order.claim is not claim and order.claim.groups != claim.groups:
+            raise LedgerError(f"what was fetched ahead is not the batch of step {claim.step} that is trained")
+        return order.part
 
     def cancel(self) -> None:
         """Give the order up. What it may have claimed stays claimed: claim it again, or give it back."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from common.errors import ConfigError
+from learner.families import rope_types
 from learner.packing import MicroBatch
 
 NAME = "leeway_rows"
@@ -173,7 +174,7 @@ def attend_by_rows(module: nn.Module, *, group: dist.ProcessGroup | None = None,
         )
     if heads % n:
         raise ConfigError(f"{what}: this model of type {kind!r} has {heads} attention heads; take a divisor of them")
-    if n > 1 and (found := {"dynamic", "longrope"} & _rope_types(config)):
+    if n > 1 and (found := {"dynamic", "longrope"} & rope_types(config)):
         raise ConfigError(
             f"{what}: positions of type {found.pop()!r} depend on the longest sequence, which no rank sees; set it to 1"
         )
@@ -181,11 +182,6 @@ def attend_by_rows(module: nn.Module, *, group: dist.ProcessGroup | None = None,
         raise ConfigError(f"{VARLEN}: models of type {kind!r} cap their attention scores, which it does not; take sdpa")
     AttentionInterface.register(NAME, attention)
     module.config._attn_implementation = NAME
-
-
-def _rope_types(config: Any) -> set[str]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {p["rope_type"] for p in (rope, *rope.values()) if isinstance(p, dict) and "rope_type" in p}
 
 
 class _Exchange(torch.autograd.Function):

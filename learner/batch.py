@@ -6,8 +6,9 @@ tokens. Masks come from lengths and the sample's loss mask, never from token ids
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.wire import Sample
+from learner.plain import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -69,41 +71,116 @@ class Batch:
         return version - newest, version - oldest
 
 
-def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu") -> Batch:
-    """Tensors of `samples`, which come group by group. Greedy samples are no rows, but the baselines of theirs."""
+@dataclass(frozen=True)
+class Columns:
+    """Samples of whole groups as flat arrays: a batch, or the share of it that one rank has fetched."""
+
+    prompt_lengths: NDArray[np.int64]  # [rows]
+    response_lengths: NDArray[np.int64]  # [rows]
+    tokens: NDArray[np.int32]  # [tokens]: every sequence, end to end
+    loss_mask: NDArray[np.bool_]  # [response tokens], as are the next two
+    behavior_logprobs: NDArray[np.float32]
+    behavior_versions: NDArray[np.int64]
+    scores: NDArray[np.float32]  # [rows], as are the next three
+    group_ids: NDArray[np.int64]
+    temperatures: NDArray[np.float32]
+    truncated: NDArray[np.bool_]
+    baselines: NDArray[np.float32]  # [rows]; [0] if no group has a greedy sample, as the next
+    baseline_lengths: NDArray[np.int64]
+    reward_parts: tuple[dict[str, float], ...]  # [rows]
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """Number of rows and tokens and the reward's parts as msgpack, then the arrays."""
+        arrays = [getattr(self, name) for name in _DTYPES]
+        head = pack([[a.size for a in arrays], self.reward_parts])
+        return np.frombuffer(b"".join([len(head).to_bytes(8, "little"), head, *arrays]), dtype=np.uint8)
+
+    @classmethod
+    def from_bytes(cls, data: NDArray[np.uint8]) -> Columns:
+        at = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        sizes, parts = unpack(data[8:at].tobytes())
+        arrays = {}
+        for (name, dtype), size in zip(_DTYPES.items(), sizes, strict=True):
+            arrays[name] = np.frombuffer(data, dtype=dtype, count=size, offset=at)
+            at += arrays[name].nbytes
+        return cls(**arrays, reward_parts=parts)
+
+
+_DTYPES: dict[str, type] = {
+    "prompt_lengths": np.int64, "response_lengths": np.int64, "tokens": np.int32, "loss_mask": np.bool_,
+    "behavior_logprobs": np.float32, "behavior_versions": np.int64, "scores": np.float32, "group_ids": np.int64,
+    "temperatures": np.float32, "truncated": np.bool_, "baselines": np.float32, "baseline_lengths": np.int64,
+}  # fmt: skip
+
+
+def columns_of(samples: Sequence[Sample]) -> Columns:
+    """Of `samples`, which come group by group. Greedy samples are no rows, but the baselines of theirs."""
     greedy = {s.group: s for s in samples if s.sampling.get("temperature") == 0}
     samples = [s for s in samples if s.sampling.get("temperature") != 0]
-    prompt_lengths = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
-    response_lengths = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
-    tokens = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
-    lengths = prompt_lengths + response_lengths
+    values: dict[str, Iterable[Any]] = {
+        "prompt_lengths": (len(s.prompt_ids) for s in samples),
+        "response_lengths": (len(s.response_ids) for s in samples),
+        "scores": (s.reward for s in samples),
+        "group_ids": (s.group for s in samples),
+        "temperatures": (s.sampling.get("temperature", 1.0) for s in samples),
+        "truncated": (s.finish_reason == "length" for s in samples),
+        "baselines": (greedy[s.group].reward for s in samples if greedy),
+        "baseline_lengths": (len(greedy[s.group].response_ids) for s in samples if greedy),
+    }
+    arrays: dict[str, Iterable[NDArray]] = {
+        "tokens": (ids for s in samples for ids in (s.prompt_ids, s.response_ids)),
+        "loss_mask": (s.loss_mask for s in samples),
+        "behavior_logprobs": (s.behavior_logprobs for s in samples),
+        "behavior_versions": (s.behavior_versions for s in samples),
+    }
+    return Columns(
+        **{name: np.fromiter(column, dtype=_DTYPES[name]) for name, column in values.items()},
+        **{name: _end_to_end(parts, _DTYPES[name]) for name, parts in arrays.items()},
+        reward_parts=tuple(s.reward_parts for s in samples),
+    )
+
+
+def _end_to_end(arrays: Iterable[NDArray], dtype: type) -> NDArray:
+    return np.concatenate([np.empty(0, dtype=dtype), *arrays], dtype=dtype)
+
+
+def lay_out(parts: Sequence[Columns], *, device: torch.device | str = "cpu") -> Batch:
+    """The tensors of a batch, whose rows are those of `parts` one behind the other."""
+    whole = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _DTYPES}
+    response_lengths, lengths = whole["response_lengths"], whole["prompt_lengths"] + whole["response_lengths"]
     there = np.arange(response_lengths.max()) < response_lengths[:, None]  # [batch, response]
 
-    def spread(parts: list[NDArray], dtype: type) -> Tensor:
-        """One array per sample → [batch, response], 0 beyond its end."""
-        full = np.zeros(there.shape, dtype=dtype)
-        full[there] = np.concatenate(parts)
+    def spread(name: str) -> Tensor:
+        """One value per response token → [batch, response], 0 beyond the end of a row."""
+        full = np.zeros(there.shape, dtype=_DTYPES[name])
+        full[there] = whole[name]
         return torch.from_numpy(full).to(device)
 
-    def column(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def column(name: str) -> Tensor:
+        return torch.from_numpy(whole[name]).to(device)
 
+    has_baselines = len(whole["baselines"]) > 0
     return Batch(
-        tokens=tokens,
+        tokens=whole["tokens"].astype(np.int64),
         starts=np.cumsum(lengths) - lengths,
-        prompt_lengths=prompt_lengths,
+        prompt_lengths=whole["prompt_lengths"],
         response_lengths=response_lengths,
-        mask=spread([s.loss_mask for s in samples], np.bool_),
-        behavior_logprobs=spread([s.behavior_logprobs for s in samples], np.float32),
-        behavior_versions=spread([s.behavior_versions for s in samples], np.int64),
-        scores=column([s.reward for s in samples], torch.float32),
-        group_ids=column([s.group for s in samples], torch.int64),
-        temperatures=column([s.sampling.get("temperature", 1.0) for s in samples], torch.float32),
-        truncated=column([s.finish_reason == "length" for s in samples], torch.bool),
-        baselines=column([greedy[s.group].reward for s in samples], torch.float32) if greedy else None,
-        reward_parts=tuple(s.reward_parts for s in samples),
-        baseline_lengths=np.array([len(greedy[s.group].response_ids) for s in samples]) if greedy else None,
+        mask=spread("loss_mask"),
+        behavior_logprobs=spread("behavior_logprobs"),
+        behavior_versions=spread("behavior_versions"),
+        scores=column("scores"),
+        group_ids=column("group_ids"),
+        temperatures=column("temperatures"),
+        truncated=column("truncated"),
+        baselines=column("baselines") if has_baselines else None,
+        reward_parts=tuple(parts_of for p in parts for parts_of in p.reward_parts),
+        baseline_lengths=whole["baseline_lengths"] if has_baselines else None,
     )
+
+
+def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu") -> Batch:
+    """Tensors of `samples`, which come group by group."""
+    return lay_out([columns_of(samples)], device=device)
 
 
 def group_slices(batch: Batch, groups_per_slice: int) -> list[NDArray[np.int64]]:

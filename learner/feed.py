@@ -25,6 +25,7 @@ from common.errors import (
 )
 from common.sockets import Dealer
 from common.wire import LEARNER_OPS, Sample, decode, decode_sample, encode, unpack
+from learner.plain import between_ranks
 
 RESEND_S = 2.0  # silence after which a request is sent again
 POLL_S = 0.2  # how soon a stop is seen
@@ -35,6 +36,7 @@ _ERRORS: dict[str, type[LeewayError]] = {
 }  # fmt: skip
 
 
+@between_ranks
 @dataclass(frozen=True)
 class Attached:
     epoch: int
@@ -45,6 +47,7 @@ class Attached:
     abandoned: tuple[tuple[int, int], ...] = ()  # (first, last) step of each run that a rollback gave up
 
 
+@between_ranks
 @dataclass(frozen=True)
 class Group:
     group: int
@@ -52,6 +55,7 @@ class Group:
     headers: tuple[dict[str, Any], ...]  # of its samples, in order of index; see `sample` in common/wire.py
 
 
+@between_ranks
 @dataclass(frozen=True)
 class Claim:
     """A batch."""
@@ -70,6 +74,7 @@ class Claim:
         return min(h["oldest"] for g in self.groups for h in g.headers)
 
 
+@between_ranks
 @dataclass(frozen=True)
 class StepRow:
     """An acknowledged step, to be redone."""
@@ -85,6 +90,7 @@ class StepRow:
     restored: int | None = None  # it is a rollback, to the checkpoint of this step
 
 
+@between_ranks
 @dataclass(frozen=True)
 class Stepped:
     version: int
@@ -146,6 +152,12 @@ class Feed:
         )
         if op == "ended":
             return None
+        return Claim(f["step"], f["version"], f["limit"], f["short"], _groups(payload))
+
+    def see_claim(self, *, step: int) -> Claim:
+        """The batch of ``step``, once a connection of this learner has claimed it: for the others, which fetch
+        their shares of it."""
+        _, f, payload = self._ask("see_claim", epoch=self.epoch, step=step)
         return Claim(f["step"], f["version"], f["limit"], f["short"], _groups(payload))
 
     def fetch(self, claim: Claim) -> list[Sample]:
@@ -240,7 +252,7 @@ class Feed:
             now = time.monotonic()
             if self.stop.is_set():
                 stopped_at = min(stopped_at, now)
-                if op == "claim" or now - stopped_at > AFTER_STOP_S:
+                if op in ("claim", "see_claim") or now - stopped_at > AFTER_STOP_S:
                     raise Stopped(what)
             if now - heard_at > self._timeout_s:
                 raise DeadlineError(

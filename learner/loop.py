@@ -24,8 +24,9 @@ from common.errors import LeewayError, Stopped, TrainingError
 from common.failpoints import failpoint
 from learner import ending, report, resume, validation
 from learner.ahead import Ahead, can_be_mended
-from learner.batch import Batch, make_batch
+from learner.batch import Batch
 from learner.checkpoint import Checkpoints, step_of
+from learner.dealing import Part, part_of, put_together
 from learner.estimates import make_targets
 from learner.guard import Guard, heed
 from learner.model import published_weights, weights_digest
@@ -170,16 +171,17 @@ class Learner:
         )
 
     def fetch(self, claim: Any) -> Batch:
-        return self.ranks.share(lambda: self.fetch_first(claim)).to(self.ranks.device)
+        """The whole batch of a claim, on every rank; each has fetched its own share."""
+        return put_together(lambda: self.own_part(claim), self.ranks).to(self.ranks.device)
 
-    def fetch_first(self, claim: Any) -> Batch:
-        """`fetch` on rank 0; in host memory."""
+    def own_part(self, claim: Any) -> Part:
+        """This rank's part; in host memory."""
         if self.ahead is not None and self.ahead.step == claim.step:
             try:
-                return self.ahead.batch(stop=self.stop)
+                return self.ahead.part(claim, stop=self.stop)
             except LeewayError as e:
                 self.ask_again(claim.step, e)
-        return make_batch(self.feed.fetch(claim))
+        return part_of(claim, self.feed, self.ranks)
 
     def look_ahead(self, step: int) -> None:
         """Have the batch of `step` claimed and fetched while the one before it is trained."""

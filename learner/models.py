@@ -16,6 +16,7 @@ from common.config import Config, Trained
 from common.errors import ConfigError
 from common.logs import LOGGER
 from learner.estimates import KLController, make_kl_controller
+from learner.families import refuse_moving_positions
 from learner.initial import model_folder
 from learner.lora import WithoutAdapters, add_adapters
 from learner.model import DTYPES, Actor, build_actor, build_critic, digest_of, freeze, load_actor, load_critic
@@ -74,6 +75,10 @@ def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ran
     options: Trained = getattr(config, name)
     places = options.fsdp_config
     module = build(folder, **_built(config, ranks))
+    refuse_moving_positions(
+        getattr(module, module.holder.removesuffix(".")).config, config.max_sequence_tokens,
+        key="model.path" if name == "actor" else "critic.model_path",
+    )  # fmt: skip
     if name == "actor" and config.model.lora_rank:
         module.lora = add_adapters(module.lm, config.model, dtype=DTYPES[config.model.dtype])
     if options.use_torch_compile:

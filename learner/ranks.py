@@ -13,12 +13,15 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.errors import ConfigError, LeewayError, Stopped
+from learner.plain import pack, unpack
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Rank 0 may wait for the broker as long as a pause lasts; its own waits have deadlines, and a rank
@@ -67,28 +70,62 @@ class Ranks:
 
         Raises on every rank what it raises there: Stopped, or else a LeewayError with its text and
         exit code. Any other exception ends rank 0, and with it the others. Within another `share` it
-        is just the call.
+        is just the call. The answer is plain data (`learner/plain.py`).
         """
         if self.line is None or self.asking:
             return ask()
         if not self.first:
-            return _heard(*self._broadcast(None))
+            return _heard(*unpack(self._broadcast(None)))
         self.asking.append(True)
         try:
             answer = ask()
         except LeewayError as e:
-            self._broadcast(("stopped" if isinstance(e, Stopped) else "raised", str(e), e.exit_code))
+            self._broadcast(pack(_told(e)))
             raise
         finally:
             self.asking.clear()
-        self._broadcast(("answer", answer, 0))
+        self._broadcast(pack(("answer", answer, 0)))
         return answer
 
-    def _broadcast(self, message: Any) -> Any:
-        # torch pickles here: among the ranks of one learner, which run one program and trust one another.
-        box = [message]
-        dist.broadcast_object_list(box, group=self.line, device=torch.device("cpu"))
-        return box[0]
+    def pool(self, make: Callable[[], NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
+        """What `make()` returns on each rank, in their order, on every rank.
+
+        Raises on every rank what it raises on one (the first of them), as `share` does: a rank that fails
+        still takes part, so that none waits for it. Needs several ranks.
+        """
+        raised: LeewayError | None = None
+        try:
+            own = make()
+        except LeewayError as e:
+            raised, own = e, np.frombuffer(pack(_told(e)), dtype=np.uint8)
+        head = torch.tensor([len(own), raised is not None])
+        heads = [torch.empty_like(head) for _ in range(self.world_size)]
+        dist.all_gather(heads, head, group=self.line)
+        sizes, failed = torch.stack(heads).T.tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded.numpy()[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, group=self.line)
+        for rank in np.flatnonzero(failed):
+            if rank == self.rank and raised is not None:
+                raise raised
+            _heard(*unpack(parts[rank][: sizes[rank]].numpy().tobytes()))
+        return [part[:size].numpy() for part, size in zip(parts, sizes, strict=True)]
+
+    def _broadcast(self, message: bytes | None) -> bytes:
+        """Rank 0's message, on every rank."""
+        size = torch.tensor([0 if message is None else len(message)])
+        dist.broadcast(size, 0, group=self.line)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        if message is not None:
+            body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        dist.broadcast(body, 0, group=self.line)
+        return body.numpy().tobytes()
+
+
+def _told(error: LeewayError) -> tuple[str, str, int]:
+    """An error for other ranks."""
+    return "stopped" if isinstance(error, Stopped) else "raised", str(error), error.exit_code
 
 
 def _heard(kind: str, what: Any, exit_code: int) -> Any:
@@ -116,6 +153,11 @@ def join_ranks(*, timeout_s: float = 600.0) -> Ranks:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"trainer.nproc_per_node: this host has {torch.cuda.device_count()} GPUs, which is less than its "
+                "learner ranks; lower it"
+            )
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:

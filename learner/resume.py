@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import CheckpointError
-from learner.batch import make_batch
 from learner.checkpoint import step_of
 from learner.files import replace_file
 from learner.model import weights_digest
@@ -163,7 +162,7 @@ def redo(learner: Learner, row: Any, progress: Progress) -> None:
     """One acknowledged step again."""
     clock, version = Clock(), progress.version
     with clock("fetch"):
-        batch = make_batch(learner.feed.fetch(row.claim), device=learner.ranks.device)
+        batch = learner.fetch(row.claim)
     limit = row.claim.limit
     outcome = learner.train(batch, row.settings, step=row.step, version=version, limit=limit, clock=clock)
     if not outcome.applied:

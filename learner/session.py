@@ -84,12 +84,12 @@ class Session:
             own = self._recorded_feed(ranks, checkpoints.position(), served)
         else:
             ranks.share(self._wait_for_broker)
-            own = self._own_feed() if ranks.first else None
+            own = self._own_feed()
         feed = SharedFeed(own, ranks)
         attached = feed.attach()
         alone = ranks.first or bool(config.replay.rollouts)  # a replay gathers no weights: nobody is sent them
         publisher = self._own_publisher(attached.epoch) if alone else Helper()
-        folder, warmup = ranks.share(lambda: self._initial_weights(served))
+        folder, warmup = ranks.share(lambda: self._initial_weights(served, ranks.device))
         if config.weights.adapters_only:
             ranks.share(lambda: self._announce(folder))  # engines read the base
         self._state("loads the models")
@@ -97,7 +97,8 @@ class Session:
         self.learner = Learner(
             config=config, ranks=ranks, models=load_models(config, folder, ranks), feed=feed, publisher=publisher,
             control=control, checkpoints=checkpoints, writer=writer, stop=role.stop, log=role.log, run_dir=role.run_dir,
-            started=self.started, ahead=self._ahead(own) if isinstance(own, Feed) else None, guard=self._guard(),
+            started=self.started, ahead=self._ahead(own, ranks) if isinstance(own, Feed) else None,
+            guard=self._guard(),
         )  # fmt: skip
         if isinstance(publisher, Publisher):
             publisher.prove_with(self._canary(folder))
@@ -114,7 +115,7 @@ class Session:
         self._state(f"ends: {ended}")
         ending.finish(self.learner, ended, tokenizer=self.tokenizer)
 
-    # ------------------------------------------------------------ rank 0's own
+    # ------------------------------------------------------------ parts, most of them rank 0's alone
     def _announce_model(self) -> Path:
         served = served_folder(self.role.config, self.role.run_dir)
         if not self.role.config.weights.adapters_only:  # else its weights may still be on their way
@@ -187,12 +188,14 @@ class Session:
         self._open.callback(writer.close)
         return writer
 
-    def _initial_weights(self, served: Path) -> tuple[Path, WarmupResult | None]:
+    def _initial_weights(self, served: Path, device: torch.device) -> tuple[Path, WarmupResult | None]:
         role = self.role
-        return initial_folder(role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state)
+        return initial_folder(
+            role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state, device=device
+        )
 
-    def _ahead(self, feed: Feed) -> Ahead:
-        ahead = Ahead(feed.another())
+    def _ahead(self, feed: Feed, ranks: Ranks) -> Ahead:
+        ahead = Ahead(feed.another(), ranks)
         self._open.callback(ahead.close)
         return ahead
 

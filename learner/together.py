@@ -1,8 +1,8 @@
 """What the ranks beyond the first have in place of a broker, a publisher and a metrics file.
 
-Every rank runs the same loop. Rank 0 alone talks to the broker, the engines and Redis; whatever
+Every rank runs the same loop. Rank 0 alone speaks for the learner with broker, engines and Redis; whatever
 decides what happens next is its answer, heard by all (`Ranks.share`), so that all ranks take part
-in the same collectives in the same order.
+in the same collectives in the same order. Payloads each rank fetches by itself.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ class SharedFeed:
     """`Feed` for all ranks: rank 0 asks, all get the answer. See there for what each method does."""
 
     def __init__(self, feed: Any, ranks: Ranks) -> None:
-        """feed: rank 0's, a `Feed` or one of `learner.replay`; None on the others."""
+        """feed: this rank's own, a `Feed` or one of `learner.replay` (which rank 0 alone has, the others None)."""
         self._feed, self._ranks = feed, ranks
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._ranks.share(lambda: getattr(self._feed, method)(*args, **kwargs))
 
     def attach(self) -> Attached:
-        return self._ask("attach")
+        attached = self._ask("attach")
+        if self._feed is not None:
+            self._feed.epoch = attached.epoch
+        return attached
 
     def claim(self, **fields: Any) -> Claim | None:
         return self._ask("claim", **fields)
 
     def fetch(self, claim: Claim) -> list[Sample]:
-        return self._ask("fetch", claim)
+        """Over this rank's own connection: not shared."""
+        return self._feed.fetch(claim) if claim.groups else []
 
     def acknowledge(self, **fields: Any) -> Stepped:
         return self._ask("acknowledge", **fields)

@@ -27,6 +27,7 @@ from common.wire import Sample
 from learner.batch import make_batch
 from learner.model import Actor
 from learner.packing import Packing, micro_batches
+from learner.plain import between_ranks
 
 CHECK_PROMPTS = 256  # the score is then known to ± 0.02
 CHECK_OFFSET = 1_000_000  # checks take their pairs from there on, training from 0
@@ -41,6 +42,7 @@ class Lesson:
     score: Callable[[str, str], float]  # (sampled text, right answer)
 
 
+@between_ranks
 @dataclass(frozen=True)
 class WarmupResult:
     steps: int

@@ -241,11 +241,12 @@ class SimulatedWriter:
 
 def make_learner(config: Config, models: Models, feed: SimulatedFeed, run_dir: Path, **changes: Any) -> Learner:
     """A learner among simulated neighbours."""
+    ranks = changes.get("ranks") or alone()
     parts: dict[str, Any] = {
-        "config": config, "ranks": alone(), "models": models, "feed": feed, "publisher": SimulatedPublisher(),
+        "config": config, "ranks": ranks, "models": models, "feed": feed, "publisher": SimulatedPublisher(),
         "control": SimulatedControl(), "writer": SimulatedWriter(), "stop": threading.Event(), "run_dir": run_dir,
         "checkpoints": Checkpoints(
-            run_dir / "checkpoints", run_id="test", keep=config.trainer.max_ckpt_to_keep, ranks=alone()
+            run_dir / "checkpoints", run_id="test", keep=config.trainer.max_ckpt_to_keep, ranks=ranks
         ),
         "log": logging.getLogger("test"),
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """A real broker process, real sockets and a real Redis server; simulated generators, the learner's real feed."""
 
+import json
 import os
 import signal
 import sqlite3
@@ -20,6 +21,8 @@ from common.sockets import Dealer
 from common.wire import encode, encode_sample
 from learner.ahead import Ahead
 from learner.feed import Feed
+from tests.learner_parts import alone, initial_weights, make_config
+from tests.several_ranks import run_on_ranks
 from tests.simulated import SimulatedGenerator, make_sample, raw_answers
 
 ROOT = Path(__file__).parents[2]
@@ -124,12 +127,12 @@ def train(feed, *, steps, version=None, first=None, generators=(), look_ahead=Fa
     """Steps of a learner that does nothing with its batches; generators get each version at once."""
     attached = feed.attach() if first is None else None
     step, version = (attached.step + 1, attached.version) if attached else (first, version)
-    stop, ahead = threading.Event(), Ahead(feed.another()) if look_ahead else None
+    stop, ahead = threading.Event(), Ahead(feed.another(), alone()) if look_ahead else None
     last = step + steps - 1
     for _ in range(steps):
         if ahead is not None and ahead.step == step:
             claim = ahead.claim(stop=stop, on_wait=lambda reason: None)
-            ahead.batch(stop=stop)
+            ahead.part(claim, stop=stop)
         else:
             claim = feed.claim(step=step, version=version, num_groups=B)
         if ahead is not None and step < last:
@@ -508,3 +511,40 @@ def test_checkpoints_free_payloads_beyond_what_is_kept(run):
     assert run.query("SELECT step, payloads_kept FROM steps ORDER BY step") == [(1, 0), (2, 1)]
     feed.checkpoint_valid(step=2, path="checkpoints/step_2")
     assert not train(feed, steps=1, first=3, version=2, generators=[generator]).checkpoint_wanted
+
+
+def shares_of(run, folder, *extra, steps):
+    """What each of two ranks saw; the generator gets no newer weights, so the limit is wide."""
+    config = make_config(*CONFIG, "staleness.max=9")
+    weights = initial_weights(folder / "weights", config)
+    run.broker("staleness.max=9")
+    run.generator("generator-a")
+    run_on_ranks(
+        2, "tests.share_program", "train", str(folder), run.address(), run.id, str(weights),
+        str(run.dir / "ledger.sqlite"), str(steps), *extra, *CONFIG, "staleness.max=9", within_s=150,
+    )  # fmt: skip
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_each_rank_fetches_its_own_share_and_every_payload_crosses_once(run, tmp_path):
+    steps = 4
+    seen = shares_of(run, tmp_path, steps=steps)
+    assert [s["ended"] for s in seen] == ["max_steps reached"] * 2 and seen[0]["digest"] == seen[1]["digest"]
+    batches = dict(run.query("SELECT step, group_keys FROM steps"))
+    for step in range(1, steps + 1):
+        parts = [[key for number, *key, _ in s["fetched"] if number == step] for s in seen]
+        assert all(parts) and parts[0] + parts[1] == json.loads(batches[step])
+        assert {a for s in seen for number, *_, a in s["fetched"] if number == step} == {step > 1}  # ahead of its step
+    own = [len(s["fetched"]) * N for s in seen]
+    assert sum(own) == steps * B * N
+    assert seen[0]["status"]["fetched"] == {"learner": own[0], "learner-rank1": own[1]}
+
+
+def test_a_share_that_one_rank_cannot_fetch_ends_the_step_on_both(run, tmp_path):
+    seen = shares_of(run, tmp_path, "gone", steps=4)
+    for s in seen:
+        assert "of sample" in s["ended"] and "is gone" in s["ended"] and s["step"] == 2
+    assert seen[0]["ended"] == seen[1]["ended"] and seen[0]["digest"] == seen[1]["digest"]
+    tries = [[ahead for number, *_, ahead in s["fetched"] if number == 3] for s in seen]
+    assert set(tries[0]) == {True} and set(tries[1]) == {True, False}  # rank 1 tried once more, in the step
+    assert run.query("SELECT count(*) FROM steps") == [(2,)] and run.query("SELECT step FROM claims") == [(3,)]

@@ -120,6 +120,9 @@ def test_every_key_has_a_sentence():
         ("model={lora_rank: 4, target_modules: [q_proj, lm_head]}", "model.target_modules=['q_proj', 'lm_head']: lm"),
         ("model={lora_rank: 4, target_modules: model.embed_tokens}", "model.target_modules=model.embed_tokens: emb"),
         ("model={attn_implementation: varlen, dtype: float32}", "model.attn_implementation=varlen: flash attention"),
+        ("actor.log_prob_max_token_len_per_gpu=8", "actor.log_prob_max_token_len_per_gpu=8: one sequence can have"),
+        ("algorithm={proximal: bypass, rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2}}",
+         "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass"),
         ("rollout.n=1", "rollout.n=1: grpo compares samples of one prompt"),
         ("rollout={n: 1}", "rollout.n=1: grpo compares samples of one prompt"),
         ("run.bind_host=0.0.0.0", "run.bind_host=0.0.0.0: a public bind needs transport keys"),
@@ -237,6 +240,7 @@ def test_a_folder_with_a_run_is_continued_or_refused_never_overwritten(tmp_path)
     config = check(folder)
     Path(config.run.dir).mkdir()
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    assert check(folder).run.id == config.run.id, "a run that is continued keeps its id"
     same_id = f"run.id={config.run.id}"
     assert run_dir_faults(check(folder, same_id)) == []
     assert run_dir_faults(check(folder, same_id, "run.max_steps=5")) == []

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,27 +18,11 @@ from learner.packing import Packing, micro_batches, shares
 from tests import rank_program
 from tests.families import FAMILIES, write_family
 from tests.learner_parts import alone, initial_weights, make_config, make_groups, make_sample
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.several_ranks import run_on_ranks
 
 
 def _launch(world_size: int, weights: Path, out: Path) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.rank_program", str(weights), str(out)], cwd=ROOT,
-            env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-                              "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-        )
-        for r in range(world_size)
-    ]  # fmt: skip
-    try:
-        assert [p.wait(900) for p in ranks] == [0] * world_size
-    finally:
-        for p in ranks:
-            p.kill()
+    run_on_ranks(world_size, "tests.rank_program", str(weights), str(out), within_s=900)
     return torch.load(out / f"{world_size}.pt")
 
 

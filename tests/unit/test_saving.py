@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.errors import CheckpointError, FencedError
 from common.hashes import verify
@@ -179,3 +180,13 @@ def test_what_crashes_left_behind_goes_and_a_replaced_checkpoint_gets_its_name_b
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step_1", "step_2"]
     verify(c.latest())
     assert c.latest().name == "step_2"
+
+
+def test_the_thread_has_the_gpu_of_who_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's writer waits for the current device's stream, and a new thread's is that of GPU 0."""
+    set_in: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: set_in.append((d, threading.current_thread().name)))
+    saving.in_thread(lambda: set_in.append((-1, "work")), name="writer").result(10)
+    assert set_in == [(3, "writer"), (-1, "work")]

@@ -510,6 +510,35 @@ def test_a_ledger_is_continued_with_its_own_config_only_and_only_if_it_may_be(tm
     open_with("trainer.resume_mode=off", begun="second")
 
 
+def test_other_ranks_see_a_claim_once_it_is_made_and_are_never_left_waiting(broker):
+    b, epoch = with_ready_groups(broker)
+    for peer, id in ((b"rank1", 11), (b"rank2", 12)):
+        b.tell(peer, "see_claim", id=id, epoch=epoch, step=1)
+    assert b.turn() == []
+    b.now += 1
+    assert [(op, f["id"], f["reason"]) for op, f, _ in b.turn()] == [
+        ("waiting", 11, "step 1 is not claimed yet"), ("waiting", 12, "step 1 is not claimed yet"),
+    ]  # fmt: skip
+    b.tell(b"rank1", "see_claim", id=13, epoch=epoch, step=1)  # asked again after a silence: one answer
+    claimed = b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)
+    for peer, id in ((b"rank1", 13), (b"rank2", 12)):
+        [(op, fields, payload)] = b.router.take(peer)
+        assert (op, payload, fields | {"id": 0}) == ("claimed", claimed[2], claimed[1] | {"id": 0})
+        assert fields["id"] == id
+    assert b.ask("see_claim", epoch=epoch, step=1)[0] == "claimed"  # later, too
+    b.tell(b"rank1", "see_claim", id=14, epoch=epoch, step=2)
+    b.tell(b"rank2", "see_claim", id=15, epoch=epoch, step=1)
+    b.turn()
+    done = dict(applied=True, reason="", settings={}, digest="", optimizer_span=[0, 1])
+    b.ask("ack_step", epoch=epoch, step=1, **done)
+    assert b.router.take() == []
+    op, fields, _ = b.ask("see_claim", epoch=epoch, step=1)
+    assert (op, fields["detail"]) == ("error", "step 1 is over: the last one is 1")
+    b.ask("attach", run="r", name="learner", incarnation="2")
+    assert [(op, f["id"], f["kind"]) for op, f, _ in b.router.take(b"rank1")] == [("error", 14, "fenced")]
+    assert b.ask("see_claim", epoch=epoch, step=2)[1]["kind"] == "fenced"
+
+
 def test_status_says_since_when_a_step_is_at_the_learner(broker):
     b, epoch = with_ready_groups(broker)
     assert b.ask("claim", epoch=epoch, step=1, version=0, num_groups=B)[0] == "claimed"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -428,7 +430,7 @@ def test_batches_fetched_ahead_change_nothing_but_the_wait(learner_of: Callable[
     rows = []
     for ahead in (False, True):
         feed = SimulatedFeed(_nan_at(config, step=skipped or 99, group=0), limit=3)
-        learner = learner_of(config, feed, **({"ahead": Ahead(feed)} if ahead else {}))
+        learner = learner_of(config, feed, **({"ahead": Ahead(feed, alone())} if ahead else {}))
         assert learner.run() == "max_steps reached"
         assert feed.num_ahead == 4 * ahead  # the first is claimed in step, and none beyond the end
         rows.append([(r.applied, int(r.claim.samples[0].behavior_versions.max())) for r in feed.step_rows])
@@ -450,7 +452,7 @@ def test_a_stop_ends_the_wait_for_a_batch_asked_for_ahead_and_errors_are_those_o
             raise Stopped("the broker")
 
     feed, stop, reasons = Broker(lambda step, version: None), threading.Event(), []
-    ahead = Ahead(feed)
+    ahead = Ahead(feed, alone())
     ahead.order(step=2, version=1, num_groups=4)
     threading.Timer(1.5, stop.set).start()
     with pytest.raises(Stopped):
@@ -715,3 +717,32 @@ def test_restoring_says_so(learner_of: Callable[..., Learner], caplog: pytest.Lo
         learner.step()
     assert "step 1 skipped: actor is not finite" in caplog.text
     assert "restores the weights of version 0" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_no_step(
+    weights: Path, learner_of: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run.max_steps=3")
+    learner = learner_of(config)
+    monkeypatch.setattr("learner.export.replace_folder", _disk_full)
+    with pytest.raises(LeewayError, match="the last step is in a checkpoint"):
+        ending.finish(learner, learner.run(), tokenizer=load_tokenizer(weights, config))
+    assert learner.checkpoints.steps()[-1] == 3 and learner.feed.checkpoints[-1] == 3
+
+
+def _disk_full(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_adaptive_coefficient_rests_while_there_is_no_kl() -> None:
+    config = make_config(
+        "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.01, target_kl: 0.1}",
+        "algorithm.kl_warmup_ratio=0.5", "run.max_steps=10",
+    )  # fmt: skip
+    batch = make_batch(make_groups(config, 0))
+    start = StartOfStep(batch.behavior_logprobs, None, batch.behavior_logprobs, None)
+    controller = make_kl_controller(config)
+    estimates.token_rewards(config, batch, start, controller, step=5)
+    assert controller.value == 0.01
+    estimates.token_rewards(config, batch, start, controller, step=6)
+    assert controller.value < 0.01
