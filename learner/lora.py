@@ -61,6 +61,11 @@ def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in module.named_modules() if hasattr(m, "lora_A")]
 
 
+def merged_name(name: str) -> str:
+    """Hugging Face's, of a parameter that may have an adapter beside it."""
+    return name.replace(BASE, ".")
+
+
 @torch.no_grad()
 def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Of a model with or without adapters: Hugging Face name, this rank's rows, and the parameter whose rows they are.
@@ -74,7 +79,7 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
         rows = _local(p.detach())
         if name.endswith(BASE + "weight"):
             rows = rows.float() + _delta(lm.get_submodule(name.removesuffix(BASE + "weight")))
-        yield name.replace(BASE, "."), rows, p
+        yield merged_name(name), rows, p
 
 
 def adapter_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -136,7 +136,11 @@ def test_the_frozen_part_is_kept_in_the_dtype_that_is_served(weights: Path) -> N
     models = load_models(make_config(*LORA, "model.dtype=bfloat16"), weights, alone())
     kinds = {(".lora_" in n, p.dtype) for n, p in models.actor.module.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    assert all(t.dtype == torch.bfloat16 for _, t in published_weights(models.actor.module, dtype="bfloat16"))
+    for only in (False, True):
+        weights = published_weights(models.actor.module, dtype="bfloat16", adapters_only=only)
+        assert list(weights.kinds()) == [(n, "bfloat16", tuple(t.shape)) for n, t in weights]
+        assert {t.dtype for _, t in weights} == {torch.bfloat16}
+        assert all((".lora_" in n) is only for n, _, _ in weights.kinds())
 
 
 def _merged(learner: Learner) -> dict[str, torch.Tensor]:
