@@ -72,7 +72,8 @@ class Section(BaseModel):
 
 class Run(Section):
     id: str | None = None
-    """Name of the run; letters, digits, `.`, `_`, `-`. Default: the config's name and the time."""
+    """Name of the run; letters, digits, `.`, `_`, `-`. Default: that of the run in `run.dir`, else the config's name
+    and the time."""
     dir: str | None = None
     """Folder of the run. Default: `runs/<run.id>`."""
     seed: NonNegativeInt = 0
@@ -119,7 +120,8 @@ class Model(Section):
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
     lora_rank: NonNegativeInt = 0
     """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
-    generators get the merged weights, or the adapters (`weights.adapters_only`). 0: all weights are trained."""
+    generators get the merged weights (in bfloat16 these lose most of a small update), or the adapters
+    (`weights.adapters_only`). 0: all weights are trained."""
     lora_alpha: PositiveInt = 16
     """Adapters count `lora_alpha / lora_rank` times."""
     target_modules: str | list[str] = "all-linear"
@@ -322,7 +324,8 @@ class Actor(Trained):
     kl_loss_coef: NonNegativeFloat = 0.001
     """Weight of the KL in the loss."""
     kl_loss_type: KLKind = "low_var_kl"
-    """Estimator of the KL in the loss."""
+    """Estimator of the KL in the loss. full: the exact KL, over the whole vocabulary, for which the reference runs with
+    each update."""
     log_prob_max_token_len_per_gpu: PositiveInt | None = None
     """Token budget of forward-only passes. Default: `ppo_max_token_len_per_gpu`."""
 
@@ -522,8 +525,24 @@ class Config(Section):
         return self.rollout.top_p < 1 or self.rollout.top_k > 0
 
     @property
+    def rounds_adapters_away(self) -> bool:
+        """Whether engines get W + Δ in bfloat16, which is W wherever |Δ| is less than half a unit in its last place."""
+        merged = self.model.lora_rank > 0 and not self.weights.adapters_only
+        return merged and self.model.dtype == "bfloat16" and not self.replay.rollouts
+
+    @property
     def needs_reference(self) -> bool:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether the loss has the KL over the whole vocabulary."""
+        return self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        """Whether the reference is asked for the sampled tokens."""
+        return self.algorithm.use_kl_in_reward or (self.actor.use_kl_loss and not self.needs_exact_kl)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -623,13 +642,6 @@ def combination_faults(c: Config) -> list[str]:
             f"{name}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={B}",
         )
         refuse(
-            part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu * split < c.max_sequence_tokens,
-            f"{name}.ppo_max_token_len_per_gpu={part.ppo_max_token_len_per_gpu}: one sequence can have "
-            f"data.max_prompt_length + data.max_response_length = {c.max_sequence_tokens} tokens; "
-            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
-            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
-        )
-        refuse(
             part.use_torch_compile and split > 1,
             f"{name}.use_torch_compile=true: layers that exchange rows with other ranks are not compiled; set it to "
             "false, or actor.ulysses_sequence_parallel_size=1",
@@ -638,6 +650,18 @@ def combination_faults(c: Config) -> list[str]:
             part.fsdp_config.offload_policy and (part.fsdp_config.param_offload or part.fsdp_config.optimizer_offload),
             f"{name}.fsdp_config.offload_policy=true: keeps weights and optimizer in host memory all the time; "
             "leave out param_offload and optimizer_offload",
+        )
+    for key, dynamic, budget in (
+        ("actor.ppo_max_token_len_per_gpu", c.actor.use_dynamic_bsz, c.actor.ppo_max_token_len_per_gpu),
+        ("actor.log_prob_max_token_len_per_gpu", c.actor.use_dynamic_bsz, c.actor.log_prob_max_token_len_per_gpu),
+        ("critic.ppo_max_token_len_per_gpu", c.critic.use_dynamic_bsz, c.critic.ppo_max_token_len_per_gpu),
+    ):
+        refuse(
+            dynamic and budget is not None and budget * split < c.max_sequence_tokens,
+            f"{key}={budget}: one sequence can have data.max_prompt_length + data.max_response_length = "
+            f"{c.max_sequence_tokens} tokens; "
+            + (f"with actor.ulysses_sequence_parallel_size={split} " if split > 1 else "")
+            + f"raise it to at least {-(-c.max_sequence_tokens // split)}",
         )
     refuse(
         c.rollout.n == 1
@@ -657,17 +681,19 @@ def combination_faults(c: Config) -> list[str]:
         except ValueError as e:
             faults.append(f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs}: {e}")
     refuse(
+        c.algorithm.proximal == "bypass" and c.algorithm.rollout_correction.rollout_rs is not None,
+        "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass the ratio it looks at is always 1, so "
+        "nothing would be rejected; use algorithm.proximal=recompute, or no rejection",
+    )
+    refuse(
         c.algorithm.proximal == "loglinear" and c.algorithm.rollout_correction.rollout_rs is not None,
         "algorithm.rollout_correction.rollout_rs: loglinear has no proximal log-probs before the update, on which "
         "denominators and advantages of a rejection depend; use algorithm.proximal=recompute, or no rejection",
     )
     refuse(
         c.algorithm.kl_penalty == "full" and c.algorithm.use_kl_in_reward,
-        "algorithm.kl_penalty=full: needs whole logits of both models; use low_var_kl or kl",
-    )
-    refuse(
-        c.actor.kl_loss_type == "full" and c.actor.use_kl_loss,
-        "actor.kl_loss_type=full: needs whole logits of both models; use low_var_kl or kl",
+        "algorithm.kl_penalty=full: only the loss can have the exact KL (actor.kl_loss_type=full); in the reward use "
+        "kl, which is unbiased there",
     )
     refuse(
         c.reward.overlong_buffer.enable and not 0 < c.reward.overlong_buffer.len <= c.data.max_response_length,

@@ -145,8 +145,14 @@ def engine_args(model_path: str, config: Config, seed: int, on_cpu: bool) -> dic
         rank = next(r for r in SERVED_RANKS if r >= config.model.lora_rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if on_cpu:
+        if workers > 1 and _num_numa_nodes() < workers:  # vLLM binds a worker to each node, or refuses
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling small kernels costs seconds at the first request
         args |= {"enforce_eager": True, "kv_cache_memory_bytes": rollout.cpu_kv_cache_bytes}
     else:
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     return args
+
+
+def _num_numa_nodes() -> int:
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))

@@ -169,7 +169,10 @@ def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: 
     """
     live = response_mask.bool()
     rewards = token_level_rewards.masked_fill(~live, 0)
-    returns = rewards.flip(-1).cumsum(-1).flip(-1)
+    returns = torch.zeros_like(rewards)
+    to_go = torch.zeros_like(rewards[:, 0])  # [batch]
+    for t in reversed(range(rewards.shape[1])):  # not `cumsum`, which is not deterministic on a GPU
+        returns[:, t] = to_go = to_go + rewards[:, t]
     return returns - reward_baselines.unsqueeze(-1).expand_as(rewards).masked_fill(~live, 0)
 
 

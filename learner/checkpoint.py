@@ -35,7 +35,9 @@ from common.errors import CheckpointError, DeadlineError, FencedError
 from common.hashes import MANIFEST, sha256, verify
 from common.logs import LOGGER
 from learner.files import beside, fresh_folder, put_in_place, replace_file
+from learner.kl import AdaptiveKLController
 from learner.models import Models
+from learner.offload import put_away
 from learner.ranks import Ranks
 from learner.saving import Stager, at, in_thread, write_tensors
 
@@ -229,12 +231,17 @@ class Checkpoints:
             raise CheckpointError(f"{path}: is not of these models ({last})") from e
         for t in models.trainees():
             part = tensors[t.name]
+            ours = [{k: v for k, v in group.items() if k != "params"} for group in t.optimizer.param_groups]
             set_state_dict(
                 t.module, t.optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"],
                 options=StateDictOptions(strict=False),  # what is frozen is not in it
             )  # fmt: skip
+            for group, options in zip(t.optimizer.param_groups, ours, strict=True):
+                group.update(options)  # the config's, also where another run's were saved
+            put_away(t.module, t.optimizer)
         torch.set_rng_state(tensors["rng"])
-        models.kl_controller.value = state["kl_coef"]
+        if isinstance(models.kl_controller, AdaptiveKLController):  # else it is the config's
+            models.kl_controller.value = state["kl_coef"]
         return state
 
     def _remove_old(self, *, newest: int) -> None:
@@ -272,7 +279,11 @@ def _result(writing: _Writing) -> None:
 def _adapters(models: Models) -> dict[str, Any] | None:
     """What adapters are made of; they mean nothing beside another base."""
     lora = models.actor.module.lora
-    return None if lora is None else {"rank": lora.r, "alpha": lora.lora_alpha, "base": models.base_digest}
+    if lora is None:
+        return None
+    names = (name.partition(".lora_A.") for name, _ in models.actor.module.named_parameters())
+    layers = sorted(layer for layer, found, _ in names if found)
+    return {"rank": lora.r, "alpha": lora.lora_alpha, "base": models.base_digest, "layers": layers}
 
 
 def _tensors(models: Models) -> dict[str, Any]:
@@ -286,7 +297,11 @@ def _tensors(models: Models) -> dict[str, Any]:
 
 
 def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+    """Raises CheckpointError if it is no checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path}: is no checkpoint of a run; give …/checkpoints/step_N")
+    return int(match.group(1))
 
 
 def _write_json(path: Path, value: Any) -> None:

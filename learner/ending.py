@@ -17,10 +17,15 @@ if TYPE_CHECKING:
 def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
     """Leave everything as the user wants to find it.
 
-    ended: why, as it stands in the summary; after "stopped" or "drained" nothing is waited for, and the folder
-    comes first, since time is short.
+    The checkpoint comes first: what fails or is killed after it costs no step.
+
+    ended: why, as it stands in the summary; after "stopped" or "drained" nothing is waited for.
     """
     stopped = ended == "stopped"
+    try:
+        learner.save(wanted=True, wait=True)
+    except Stopped as e:
+        learner.log.warning("%s", e)
     target = learner.run_dir / "hf"
     save_hf(target, learner.models.actor.module, tokenizer, dtype=learner.config.model.dtype, ranks=learner.ranks)
     actor = learner.models.actor.module
@@ -28,7 +33,6 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
         base = learner.config.model.path or str(learner.run_dir / "model")
         save_adapter(learner.run_dir / "adapter", actor.lm, actor.lora, base=base, first=learner.ranks.first)
     try:
-        learner.save(wanted=True, wait=True)
         if ended not in ("stopped", "drained"):  # nobody samples any more
             learner.publish(always=True)
             validation.validate_last(learner)

@@ -125,9 +125,10 @@ def token_rewards(
         return rewards, {}
     policy = batch.behavior_logprobs if start.proximal_logprobs is None else start.proximal_logprobs
     kl = kl_penalty(policy, start.ref_logprobs, kind=config.algorithm.kl_penalty).masked_fill(~batch.mask, 0)
-    coef = kl_controller.value if kl_is_on(config, step) else 0.0
+    on = kl_is_on(config, step)
+    coef = kl_controller.value if on else 0.0
     current = (kl.sum(-1) / batch.mask.sum(-1).clamp(min=1)).mean()  # mean over rows of the mean over tokens
-    if isinstance(kl_controller, AdaptiveKLController):
+    if on and isinstance(kl_controller, AdaptiveKLController):
         kl_controller.update(current.item(), len(batch))
     return rewards - coef * kl, {
         "actor/reward_kl_penalty": current,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 
@@ -42,3 +43,28 @@ def attention_of(
                 "learner cannot train; take one whose layers are attention and one feed-forward part"
             )
     return "eager" if fields.get("attn_logit_softcapping") else "sdpa"
+
+
+def refuse_moving_positions(config: Any, max_tokens: int, *, key: str = "model.path") -> None:
+    """Positions that stretch with the longest sequence of a forward would differ with what shares a micro-batch.
+
+    config: the model's, as transformers has it; max_tokens: of the longest sequence.
+
+    Raises:
+        ConfigError: naming the kind, if a sequence may become so long that they do.
+    """
+    text = config.get_text_config()
+    for kind in rope_types(text) & {"dynamic", "longrope"}:
+        rope = getattr(text, "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+        if max_tokens > original:
+            raise ConfigError(
+                f"{key}: its positions of type {kind!r} stretch beyond {original} tokens with the longest of a "
+                f"batch; keep data.max_prompt_length + data.max_response_length (now {max_tokens}) within that"
+            )
+
+
+def rope_types(config: Any) -> set[str]:
+    """How a model turns positions into rotations, by transformers' names."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {p["rope_type"] for p in (rope, *rope.values()) if isinstance(p, dict) and "rope_type" in p}

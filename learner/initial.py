@@ -62,9 +62,12 @@ def load_tokenizer(folder: Path, config: Config) -> Any:
 
 
 def initial_folder(
-    config: Config, run_dir: Path, served: Path, tokenizer: Any, *, stop: Event, on_state: Any = None
-) -> tuple[Path, WarmupResult | None]:
+    config: Config, run_dir: Path, served: Path, tokenizer: Any, *, stop: Event, on_state: Any = None,
+    device: torch.device | str = "cpu",
+) -> tuple[Path, WarmupResult | None]:  # fmt: skip
     """The folder with the initial weights, made if this is the first start; the result of a warm-up made now.
+
+    device: where the warm-up trains; the model is there whole, with AdamW (16 bytes per parameter).
 
     Raises:
         ConfigError: see `load_actor` and `lesson_of`.
@@ -80,7 +83,7 @@ def initial_folder(
     )
     result = None
     if config.model.warmup.steps > 0:
-        result = _warm_up(config, actor, tokenizer, stop, on_state)
+        result = _warm_up(config, actor.to(device), tokenizer, stop, on_state)
     if folder != served:
         folder.mkdir(parents=True, exist_ok=True)
         for file in served.glob("*.json"):

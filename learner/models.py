@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import nn
 from common.adapters import is_adapter
 from common.config import Config, Trained
 from common.errors import ConfigError
+from common.logs import LOGGER
 from learner.estimates import KLController, make_kl_controller
+from learner.families import refuse_moving_positions
 from learner.initial import model_folder
 from learner.lora import WithoutAdapters, add_adapters
 from learner.model import DTYPES, Actor, build_actor, build_critic, digest_of, freeze, load_actor, load_critic
@@ -22,6 +25,8 @@ from learner.optim import make_optimizer
 from learner.ranks import Ranks
 from learner.sharding import checkpoint_activations, compile_layers, place
 from learner.updates import Trainee
+
+_log = logging.getLogger(LOGGER)
 
 
 @dataclass
@@ -42,6 +47,12 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
     Raises:
         ConfigError: a folder whose model cannot be loaded or is of a kind that is not known.
     """
+    if config.rounds_adapters_away and ranks.first:
+        _log.warning(
+            "model.lora_rank=%d, model.dtype=bfloat16: engines get adapters merged into bfloat16 weights, which rounds "
+            "most of a small update away, so they sample from nearly the base; set weights.adapters_only=true, or "
+            "model.dtype=float32", config.model.lora_rank,
+        )  # fmt: skip
     torch.manual_seed(config.run.seed)
     actor = _trainee("actor", build_actor, load_actor, folder, config, ranks)
     critic = reference = None
@@ -64,6 +75,10 @@ def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ran
     options: Trained = getattr(config, name)
     places = options.fsdp_config
     module = build(folder, **_built(config, ranks))
+    refuse_moving_positions(
+        getattr(module, module.holder.removesuffix(".")).config, config.max_sequence_tokens,
+        key="model.path" if name == "actor" else "critic.model_path",
+    )  # fmt: skip
     if name == "actor" and config.model.lora_rank:
         module.lora = add_adapters(module.lm, config.model, dtype=DTYPES[config.model.dtype])
     if options.use_torch_compile:

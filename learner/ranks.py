@@ -153,6 +153,11 @@ def join_ranks(*, timeout_s: float = 600.0) -> Ranks:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"trainer.nproc_per_node: this host has {torch.cuda.device_count()} GPUs, which is less than its "
+                "learner ranks; lower it"
+            )
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:

@@ -92,11 +92,14 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def in_thread(work: Callable[[], None], *, name: str) -> Future[None]:
-    """Run `work` in a thread that does not keep the process alive."""
+    """Run `work` in a thread that does not keep the process alive, with this thread's GPU as the current one."""
     future: Future[None] = Future()
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> None:
         try:
+            if gpu is not None:  # a new thread would wait for GPU 0, whichever its tensors are on
+                torch.cuda.set_device(gpu)
             future.set_result(work())
         except BaseException as e:  # whoever waits gets it
             future.set_exception(e)

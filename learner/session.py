@@ -89,7 +89,7 @@ class Session:
         attached = feed.attach()
         alone = ranks.first or bool(config.replay.rollouts)  # a replay gathers no weights: nobody is sent them
         publisher = self._own_publisher(attached.epoch) if alone else Helper()
-        folder, warmup = ranks.share(lambda: self._initial_weights(served))
+        folder, warmup = ranks.share(lambda: self._initial_weights(served, ranks.device))
         if config.weights.adapters_only:
             ranks.share(lambda: self._announce(folder))  # engines read the base
         self._state("loads the models")
@@ -188,9 +188,11 @@ class Session:
         self._open.callback(writer.close)
         return writer
 
-    def _initial_weights(self, served: Path) -> tuple[Path, WarmupResult | None]:
+    def _initial_weights(self, served: Path, device: torch.device) -> tuple[Path, WarmupResult | None]:
         role = self.role
-        return initial_folder(role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state)
+        return initial_folder(
+            role.config, role.run_dir, served, self.tokenizer, stop=role.stop, on_state=self._state, device=device
+        )
 
     def _ahead(self, feed: Feed, ranks: Ranks) -> Ahead:
         ahead = Ahead(feed.another(), ranks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import sys
 import tempfile
@@ -181,6 +182,7 @@ def layouts(b: Bench) -> None:
         b.figure(f"mfu.{name}", rate * flops_per_token(b) / PEAK_FLOPS, "of the GPU's peak, useful tokens")
         b.figure(f"peak_GB.{name}", b.peak_bytes(work) / 1e9, "GB beyond weights and optimizer")
         del models, work
+        gc.collect()  # a sharded module is part of a cycle
     for name, values in logprobs.items():
         difference = (values - logprobs["padded_in_order"]).abs()[b.batch.mask].mean()
         b.figure(f"logprobs.{name}_to_padded_in_order", float(difference), "mean, bfloat16", at_most=0.05)
@@ -220,6 +222,7 @@ def steps(b: Bench) -> None:
             limit = None if name == "on_device" else 0.2 * b.figures["held_GB.on_device"]
             b.figure(f"held_GB.{name}", torch.cuda.memory_allocated() / 1e9, "GB between steps", at_most=limit)
         del models
+        gc.collect()
 
 
 def _step(b: Bench, models: Models, options: tuple[str, ...]) -> None:

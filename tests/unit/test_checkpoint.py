@@ -152,3 +152,26 @@ def test_a_checkpoint_of_another_run_or_other_models_is_refused(tmp_path: Path, 
     other = _checkpoints(tmp_path / "b").save(1, without, {})
     with pytest.raises(CheckpointError, match="not of these models"):
         _checkpoints(tmp_path / "b").load(other, models)
+
+
+def test_the_configs_own_numbers_stand_whatever_another_run_saved(tmp_path: Path, folder: Path) -> None:
+    saved = load_models(make_config("actor.optim={weight_decay: 0.5, eps: 1e-4}"), folder, alone())
+    _train(saved, 0)
+    saved.kl_controller.value = 0.9
+    path = _checkpoints(tmp_path).save(1, saved, {})
+    config = make_config("actor.optim={weight_decay: 0, betas: [0.9, 0.95]}", "algorithm.kl_ctrl.kl_coef=0.5")
+    models = load_models(config, folder, alone())
+    _checkpoints(tmp_path).load(path, models)
+    (group,) = models.actor.optimizer.param_groups
+    assert (group["weight_decay"], tuple(group["betas"]), group["eps"]) == (0, (0.9, 0.95), 1e-8)
+    assert models.kl_controller.value == 0.5, "a fixed one is the config's"
+    assert models.actor.optimizer.state[models.actor.parameters[0]]["step"] == 1
+    assert _digests(models) == _digests(saved)
+
+
+def test_adapters_of_other_layers_are_refused(tmp_path: Path, folder: Path) -> None:
+    wide = load_models(make_config("model.lora_rank=2"), folder, alone())
+    path = _checkpoints(tmp_path).save(1, wide, {})
+    narrow = load_models(make_config("model.lora_rank=2", "model.target_modules=[q_proj]"), folder, alone())
+    with pytest.raises(CheckpointError, match="this run has"):
+        _checkpoints(tmp_path).load(path, narrow)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.errors import ConfigError
 from learner import resume
 from learner.batch import make_batch
+from learner.families import refuse_moving_positions
 from learner.model import load_actor, weights_digest
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
@@ -73,3 +74,19 @@ def test_experts_and_state_space_models_are_refused_by_name(kind: str, changes: 
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"models of type '{kind}'"):
         load_actor(tmp_path)
+
+
+@pytest.mark.parametrize(("tokens", "refused"), [(64, False), (65, True)])
+def test_positions_that_stretch_with_the_batch_are_refused_where_they_would(
+    tokens: int, refused: bool, tmp_path: Path
+) -> None:
+    changes = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    config = AutoConfig.for_model("llama", **{**SMALL, **changes})
+    if not refused:
+        refuse_moving_positions(config, tokens)
+        return
+    with pytest.raises(ConfigError, match=r"'dynamic' stretch beyond 64 tokens .* \(now 65\)"):
+        refuse_moving_positions(config, tokens)
+    write_family(tmp_path / "llama", "llama", **changes)
+    with pytest.raises(ConfigError, match=r"model\.path: its positions"):
+        load_models(make_config("data.max_response_length=200"), tmp_path / "llama", alone())

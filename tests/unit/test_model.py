@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +65,9 @@ def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_published_weights_are_the_models_without_a_tied_head(tied: bool) -> None:
     model = tiny_model(0, tie_word_embeddings=tied)
-    published = dict(published_weights(Actor(model), dtype="float32"))
+    weights = published_weights(Actor(model), dtype="float32")
+    published = dict(weights)
+    assert list(weights.kinds()) == [(n, "float32", tuple(t.shape)) for n, t in published.items()]
     assert ("lm_head.weight" in published) is (not tied)
     fresh = AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=tied))
     missing, unexpected = fresh.load_state_dict(published, strict=False)
@@ -136,3 +140,20 @@ def test_the_hugging_face_folder_loads_and_is_replaced_whole(tmp_path: Path) -> 
     assert AutoTokenizer.from_pretrained(target)("ab")["input_ids"] == tokenizer("ab")["input_ids"]
     assert loaded.generation_config.eos_token_id == EOS_ID
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.6, "top_p": 0.9}, {"early_stopping": True, "eos_token_id": EOS_ID},
+     {"do_sample": True, "temperature": 0.0}],
+)  # fmt: skip
+def test_generation_settings_that_transformers_would_not_save_do_not_cost_the_folder(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = initial_weights(tmp_path / "model", make_config())
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    actor = load_models(make_config(), folder, alone()).actor.module
+    save_hf(tmp_path / "hf", actor, AutoTokenizer.from_pretrained(folder), dtype="float32", ranks=alone())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    if "eos_token_id" in settings:
+        assert loaded.generation_config.eos_token_id == EOS_ID

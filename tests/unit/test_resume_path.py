@@ -86,7 +86,8 @@ def test_a_damaged_one_is_refused_by_its_file(start: Callable[..., Learner]) -> 
     [
         (["trainer.resume_mode=resume_path"], "give the checkpoint with trainer.resume_from_path="),
         (["trainer.resume_from_path=/tmp"], "is not used with trainer.resume_mode=auto"),
-        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"], "is no finished checkpoint"),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/step_3"], "is no finished checkpoint"),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/latest"], "give …/checkpoints/step_N"),
     ],
 )
 def test_a_path_that_cannot_be_meant_is_a_fault_before_the_run(overrides: list[str], fault: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -27,7 +29,8 @@ from learner.batch import make_batch
 from learner.estimates import StartOfStep, make_kl_controller, make_targets
 from learner.initial import load_tokenizer
 from learner.loop import Learner
-from learner.model import published_weights, weights_digest, whole
+from learner.lora import whole
+from learner.model import published_weights, weights_digest
 from learner.models import load_models
 from tests.learner_parts import (
     SimulatedFeed,
@@ -714,3 +717,32 @@ def test_restoring_says_so(learner_of: Callable[..., Learner], caplog: pytest.Lo
         learner.step()
     assert "step 1 skipped: actor is not finite" in caplog.text
     assert "restores the weights of version 0" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_no_step(
+    weights: Path, learner_of: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run.max_steps=3")
+    learner = learner_of(config)
+    monkeypatch.setattr("learner.export.replace_folder", _disk_full)
+    with pytest.raises(LeewayError, match="the last step is in a checkpoint"):
+        ending.finish(learner, learner.run(), tokenizer=load_tokenizer(weights, config))
+    assert learner.checkpoints.steps()[-1] == 3 and learner.feed.checkpoints[-1] == 3
+
+
+def _disk_full(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_adaptive_coefficient_rests_while_there_is_no_kl() -> None:
+    config = make_config(
+        "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.01, target_kl: 0.1}",
+        "algorithm.kl_warmup_ratio=0.5", "run.max_steps=10",
+    )  # fmt: skip
+    batch = make_batch(make_groups(config, 0))
+    start = StartOfStep(batch.behavior_logprobs, None, batch.behavior_logprobs, None)
+    controller = make_kl_controller(config)
+    estimates.token_rewards(config, batch, start, controller, step=5)
+    assert controller.value == 0.01
+    estimates.token_rewards(config, batch, start, controller, step=6)
+    assert controller.value < 0.01
