@@ -2,6 +2,9 @@
 
 Consumes the messages of generators and learner; produces leases, acknowledgements, batches. Waits
 for a message, at most until the next lease may expire. Unblocked by messages and by stop.
+
+Samples are gathered for up to `TURN_S`, so that many share a transaction. What the learner asks is answered
+before the next message is read, and a generator that owes nothing more does not wait for others' samples.
 """
 
 from __future__ import annotations
