@@ -314,12 +314,15 @@ def save(weights: Path, out: Path, ranks: Ranks) -> None:
 
 
 def train_adapters(weights: Path, ranks: Ranks) -> dict[str, Tensor]:
-    """Two steps with LoRA (KL against the base, which is the model without adapters): the merged weights."""
-    options = ("model.lora_rank=4", "actor.optim.eps=1e-3", "actor.use_kl_loss=true", "actor.optim.lr=1e-2")
+    """Two steps with LoRA (KL against the base, which is the model without adapters): the merged weights, the
+    critic's with adapters of its own."""
+    options = ("model.lora_rank=4", "actor.optim.eps=1e-3", "actor.use_kl_loss=true", "actor.optim.lr=1e-2",
+               "critic.lora_rank=2", "critic.optim.eps=1e-3")  # fmt: skip
     models = load_models(make_config(*COMMON, *options), weights, ranks)
     for step in (1, 2):
         assert _step(models, ranks, step, *options).applied
-    return {name: t.clone() for name, t in published_weights(models.actor.module, dtype="float32")}
+    critic = {f"critic {name}": whole(p.detach()) for name, p in models.critic.module.named_parameters()}
+    return critic | {name: t.clone() for name, t in published_weights(models.actor.module, dtype="float32")}
 
 
 def train_with_exact_kl(weights: Path, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
