@@ -72,10 +72,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(faults: list[str], code: int) -> int:
-    if len(faults) == 1:
-        print(f"launch.py: error: {faults[0]}", file=sys.stderr)
+    num = sum(not fault.startswith(" ") for fault in faults)  # the others say more of the one before
+    if num == 1:
+        print("launch.py: error: " + "\n  ".join(faults), file=sys.stderr)
     else:
-        print("\n  ".join([f"launch.py: {len(faults)} errors:", *faults]), file=sys.stderr)
+        print("\n  ".join([f"launch.py: {num} errors:", *faults]), file=sys.stderr)
     return code
 
 
@@ -179,7 +180,7 @@ def _run(args: argparse.Namespace) -> int:
     files, overrides = _split(args.config)
     if not files and not overrides:
         raise ConfigError("give a config, e.g. launch.py run configs/quickstart.yaml")
-    config = checked_config(files, overrides)
+    config = checked_config(files, overrides, engines=True)
     if args.print_config or args.dry_run:
         return _show(config, args.print_config)
     from common.local_run import LocalRun
@@ -208,7 +209,7 @@ def _config(args: argparse.Namespace) -> int:
     files, overrides = _split(args.config)
     if args.print_config and not args.dry_run:
         return _show(load_config(files, overrides), True)
-    return _show(checked_config(files, overrides), args.print_config)
+    return _show(checked_config(files, overrides, engines=True), args.print_config)
 
 
 def _show(config: Config, whole: bool) -> int:

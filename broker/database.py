@@ -57,7 +57,7 @@ class Database:
     def _configure(self, fsync: bool) -> None:
         found = self.db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
-            raise sqlite3.DatabaseError(found)
+            raise sqlite3.DatabaseError(found.splitlines()[-1])  # the first may be a heading
         self.db.execute(f"PRAGMA page_size={PAGE_BYTES}")  # of a new file: it holds several payloads
         mode = self.db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":

@@ -72,7 +72,8 @@ class Section(BaseModel):
 
 class Run(Section):
     id: str | None = None
-    """Name of the run; letters, digits, `.`, `_`, `-`. Default: the config's name and the time."""
+    """Name of the run; letters, digits, `.`, `_`, `-`. Default: that of the run in `run.dir`, else the config's name
+    and the time."""
     dir: str | None = None
     """Folder of the run. Default: `runs/<run.id>`."""
     seed: NonNegativeInt = 0
@@ -119,7 +120,8 @@ class Model(Section):
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
     lora_rank: NonNegativeInt = 0
     """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
-    generators get the merged weights, or the adapters (`weights.adapters_only`). 0: all weights are trained."""
+    generators get the merged weights (in bfloat16 these lose most of a small update), or the adapters
+    (`weights.adapters_only`). 0: all weights are trained."""
     lora_alpha: PositiveInt = 16
     """Adapters count `lora_alpha / lora_rank` times."""
     target_modules: str | list[str] = "all-linear"
@@ -528,6 +530,12 @@ class Config(Section):
     def truncates_sampling(self) -> bool:
         """Whether samples come from less than the whole distribution, so that gradients are biased."""
         return self.rollout.top_p < 1 or self.rollout.top_k > 0
+
+    @property
+    def rounds_adapters_away(self) -> bool:
+        """Whether engines get W + Δ in bfloat16, which is W wherever |Δ| is less than half a unit in its last place."""
+        merged = self.model.lora_rank > 0 and not self.weights.adapters_only
+        return merged and self.model.dtype == "bfloat16" and not self.replay.rollouts
 
     @property
     def needs_reference(self) -> bool:

@@ -257,8 +257,19 @@ def _model_leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 
 def _with_names(config: Config, paths: list[str], now: float) -> Config:
-    """Fill in ``run.id`` and ``run.dir`` (absolute)."""
+    """Fill in ``run.id``, which a run that is continued keeps, and ``run.dir`` (absolute)."""
     stem = Path(paths[-1]).stem if paths else "run"
-    run_id = config.run.id or f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+    fresh = f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+    run_id = config.run.id or _run_in(config.run.dir) or fresh
     run_dir = str(Path(config.run.dir or f"runs/{run_id}").expanduser().resolve())
     return config.model_copy(update={"run": config.run.model_copy(update={"id": run_id, "dir": run_dir})})
+
+
+def _run_in(folder: str | None) -> str | None:
+    """The id of the run that a folder has."""
+    try:
+        tree = yaml.load((Path(folder or "").expanduser() / "config.yaml").read_text(encoding="utf-8"), _Loader)
+        found = tree["run"]["id"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return found if folder and isinstance(found, str) and _RUN_ID.fullmatch(found) else None

@@ -343,6 +343,7 @@ def train_step(
         metrics |= report.target_metrics(targets, batch.mask)
         metrics |= report.drift_metrics(batch, start, targets, version=version, young=batch.young(version, limit))
         metrics |= report.packing_metrics(batch, micros, ranks)
+        del micros  # the updates lay out their own
         metrics["actor/kl_coef"] = torch.tensor(kl_coef_of(config, settings, step))
     failpoint("learner.before_update")
     critic_updates: list[Metrics] = []
