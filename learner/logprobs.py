@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from learner.head import LinearHead
+
 CHUNK_ELEMENTS = 1 << 25  # logits held at once: 128 MiB in float32
 
 # hidden [tokens, hidden] -> logits [tokens, vocab] as the model defines them, in a tensor of their own
@@ -30,12 +32,13 @@ def token_logprobs(
 
     hidden: [tokens, hidden]; targets: [tokens]; temperatures: [tokens], T of the sample a token is of.
     chunk_tokens: tokens whose logits are held at once (default: about `CHUNK_ELEMENTS` logits); more
-    than one chunk is recomputed in the backward pass.
+    than one chunk is recomputed in the backward pass. The gradient of a `LinearHead` is summed over them in float32.
     Returns ([tokens], [tokens] or None), float32; softmax in float32.
     """
     chunk_tokens = chunk_tokens or max(1, CHUNK_ELEMENTS // vocab_size)
     if len(targets) <= chunk_tokens:
         return _of_chunk(hidden, head, targets, temperatures, with_entropy)
+    head = head.in_chunks() if isinstance(head, LinearHead) else head
     chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), temperatures.split(chunk_tokens), strict=True)
     parts = [
         checkpoint(_of_chunk, h, head, y, t, with_entropy, use_reentrant=False, preserve_rng_state=False)

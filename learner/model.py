@@ -7,6 +7,7 @@ in bfloat16, and bfloat16 is what is served.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from common.adapters import is_adapter, sent_name
 from common.errors import ConfigError
 from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
+from learner.head import LinearHead
 from learner.logprobs import at_least_float32, token_logprobs
 from learner.lora import adapter_parameters, gathered, merged_name, merged_parameters, reset_adapters
 from learner.offload import Offload
@@ -61,9 +63,12 @@ class Actor(nn.Module):
         """What the folder of the Hugging Face model has not: adapters, if there are any."""
         reset_adapters(self.lm)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    @property
+    def head(self) -> LinearHead:
         """[tokens, hidden] → logits [tokens, vocab], with the model's own output scaling."""
-        return _scaled(self.lm.get_output_embeddings()(hidden), self.lm.config)
+        ends = self.lm.get_output_embeddings()
+        scale = functools.partial(_scaled, config=self.lm.config)
+        return LinearHead(ends.weight, getattr(ends, "bias", None), scale)
 
 
 class Critic(nn.Module):
