@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace) -> int:
     files, overrides = _split(args.config)
     if not files and not overrides:
         raise ConfigError("give a config, e.g. launch.py run configs/quickstart.yaml")
-    config = checked_config(files, overrides)
+    config = checked_config(files, overrides, engines=True)
     if args.print_config or args.dry_run:
         return _show(config, args.print_config)
     from common.local_run import LocalRun
@@ -209,7 +209,7 @@ def _config(args: argparse.Namespace) -> int:
     files, overrides = _split(args.config)
     if args.print_config and not args.dry_run:
         return _show(load_config(files, overrides), True)
-    return _show(checked_config(files, overrides), args.print_config)
+    return _show(checked_config(files, overrides, engines=True), args.print_config)
 
 
 def _show(config: Config, whole: bool) -> int:

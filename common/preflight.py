@@ -23,8 +23,10 @@ from common.config import HOST_KEYS, Config
 from common.data import open_rows
 from common.errors import ConfigError
 from common.loading import differences, examine_config, load_config
+from common.memory import free_bytes
 from common.rollouts import check_columns, config_in
 from common.tasks import REWARD_CALL
+from common.tensor_files import num_elements
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "run.lock"
@@ -48,10 +50,14 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ANSWER_S = 1.0
 
 
-def checked_config(paths: list[str], overrides: list[str], *, folder: bool = True) -> Config:
+def checked_config(
+    paths: list[str], overrides: list[str], *, folder: bool = True, engines: bool = False
+) -> Config:
     """Read the config and check it against this machine.
 
-    folder: also check the run directory (a role that joins a run finds it in use).
+    Args:
+        folder: also check the run directory (a role that joins a run finds it in use).
+        engines: generators are to run here: also check the memory of this host.
 
     Raises:
         ConfigError: every fault of the config and of the world, at once.
@@ -60,6 +66,8 @@ def checked_config(paths: list[str], overrides: list[str], *, folder: bool = Tru
     faults += world_faults(config)
     if folder:
         faults += run_dir_faults(config)
+    if engines:
+        faults += staging_faults(config)
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     return config
@@ -96,6 +104,24 @@ def _model(config: Config) -> Iterator[str]:
             yield f"{key}={path}: no such folder"
     if config.model.lora_rank and importlib.util.find_spec("peft") is None:
         yield f"model.lora_rank={config.model.lora_rank}: needs peft; install it (the extra `lora`), or set it to 0"
+
+
+def staging_faults(config: Config) -> Iterator[str]:
+    """The engines of this host have room for a staged version each. (Each looks for itself, too, when it starts.)"""
+    count, dtype = config.generators.count, config.model.dtype
+    weights = config.weights
+    if weights.staging != "host" or weights.adapters_only or config.replay.rollouts or not config.model.path:
+        return
+    numel = num_elements(Path(config.model.path).expanduser())
+    if numel is None:
+        return  # it is not here
+    size, free = numel * {"float32": 4, "bfloat16": 2}[dtype], free_bytes()
+    if free is not None and count * size > free:
+        yield (
+            f"generators.count={count}: with weights.staging=host the engines of this host stage a version each, "
+            f"{count} × {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB of its memory are free; start fewer, free some, "
+            "or set weights.staging=device or none"
+        )
 
 
 def _reward(config: Config) -> Iterator[str]:

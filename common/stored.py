@@ -26,12 +26,12 @@ from typing import Any
 from common.buffers import Buffer
 from common.errors import WeightError
 from common.hashes import MANIFEST, sha256
+from common.tensor_files import read_header
 from common.weights import Entry, Manifest
 
 SCHEMA = 1
 SHARD_BYTES = 5 << 30
 PIECE_BYTES = 16 << 20  # written at once
-MAX_HEADER_BYTES = 100 << 20  # as safetensors has it
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _DTYPES = {
@@ -227,14 +227,11 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 def _tensors_in(path: Path, file: int) -> dict[str, Any]:
     """``(dtype, shape, bytes, offset in the file)`` by tensor. Raises WeightError."""
     try:
-        (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(os.pread(file, length, 8))
+        header, start = read_header(file)
         return {
             name: (t["dtype"], tuple(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0],
-                   8 + length + t["data_offsets"][0])
-            for name, t in header.items() if name != "__metadata__"
+                   start + t["data_offsets"][0])
+            for name, t in header.items()
         }  # fmt: skip
     except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
         raise WeightError(f"{path}: is no safetensors file ({type(e).__name__}: {e})") from None

@@ -14,6 +14,7 @@ from signal import SIGTERM
 
 from common.errors import ControlError, LeewayError
 from common.limits import asked_size, drain_key, drains
+from common.preflight import staging_faults
 from common.processes import spawn
 from common.roles import Role
 from common.supervise import Child, End, Start, Supervisor
@@ -30,8 +31,11 @@ def run_fleet(role: Role, argv: list[str], *, module: str = "generators.loop") -
         argv: the arguments of this process; each child gets them with a name of its own.
 
     Raises:
-        LeewayError: every generator failed; its text and exit code are those of the last.
+        LeewayError: there is no room for a staged version of each (others may free some); or every generator
+            failed: its text and exit code are those of the last.
     """
+    for fault in staging_faults(role.config):
+        raise LeewayError(fault)
     fleet = Fleet(role, [sys.executable, "-m", module, *argv])
     try:
         failure = fleet.run()

@@ -25,8 +25,8 @@ from common.errors import ConfigError
 from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
 from learner.head import LinearHead
-from learner.logprobs import at_least_float32, token_logprobs
-from learner.lora import adapter_parameters, gathered, merged_name, merged_parameters, reset_adapters
+from learner.logprobs import Beside, Head, at_least_float32, token_logprobs
+from learner.lora import adapter_parameters, gathered, merged_name, merged_parameters, reset_adapters, whole
 from learner.offload import Offload
 from learner.packing import MicroBatch
 
@@ -50,14 +50,24 @@ class Actor(nn.Module):
         self.hidden_size = _hidden_size(lm)
         self.shares_prompts = may_share_prompts(lm)
 
-    def forward(self, micro: MicroBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32."""
+    def forward(
+        self, micro: MicroBatch, *, with_entropy: bool = False, hidden_only: bool = False, beside: Beside | None = None
+    ) -> Any:
+        """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32.
+
+        hidden_only: instead, what the head would get, [tokens, hidden]; of this rank's part where rows are divided.
+        beside: the same of the reference, and its head; the exact KL to it, [tokens], is then the third.
+        """
         part = micro if self.split is None else split_rows(micro, self.split)
-        logprobs, entropy = token_logprobs(
-            _hidden(self.lm.base_model, part, self.varlen), self.head, part.targets, part.temperatures,
-            vocab_size=self.vocab_size, with_entropy=with_entropy,
+        hidden = _hidden(self.lm.base_model, part, self.varlen)
+        if hidden_only:
+            return hidden
+        outputs = token_logprobs(
+            hidden, self.head, part.targets, part.temperatures, vocab_size=self.vocab_size, with_entropy=with_entropy,
+            beside=beside,
         )  # fmt: skip
-        return part.gather(logprobs), part.gather(entropy) if entropy is not None else None
+        wanted = outputs if beside is not None else outputs[:2]
+        return tuple(None if values is None else part.gather(values) for values in wanted)
 
     def reset_own(self) -> None:
         """What the folder of the Hugging Face model has not: adapters, if there are any."""
@@ -70,6 +80,23 @@ class Actor(nn.Module):
         scale = functools.partial(_scaled, config=self.lm.config)
         return LinearHead(ends.weight, getattr(ends, "bias", None), scale)
 
+    @torch.no_grad()
+    def frozen_head(self) -> Head:
+        """`head` as it is now, whole on each rank, to be used outside of `forward`; collective if it is sharded.
+
+        It takes up vocabulary · hidden numbers in the dtype of the hidden states.
+        """
+        reshard(self)
+        head, config = self.lm.get_output_embeddings(), self.lm.config
+        bias = getattr(head, "bias", None)
+        weight, bias = whole(head.weight.detach()), None if bias is None else whole(bias.detach())
+
+        @functools.cache
+        def kept(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+            return weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
+
+        return lambda hidden: _scaled(nn.functional.linear(hidden, *kept(hidden.dtype, hidden.device)), config)
+
 
 class Critic(nn.Module):
     """A backbone with a linear head that starts at 0: the value of the prefix before each target."""
@@ -78,6 +105,7 @@ class Critic(nn.Module):
     split: dist.ProcessGroup | None = None
     varlen = False
     offload: Offload | None = None
+    lora: Any = None
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -95,6 +123,7 @@ class Critic(nn.Module):
 
     def reset_own(self) -> None:
         """What the Hugging Face model has not."""
+        reset_adapters(self.backbone)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 

@@ -1,16 +1,17 @@
 """Sends each published version of the weights to the engines, while the learner trains on.
 
 ``publish`` copies the weights out into host memory, which is all that the training thread waits
-for. Sending begins with the first bytes: digests and buckets follow the copying through the buffer. A
-thread of its own talks to the engines (``CONTROL_OPS``) and decides what they are sent
-(``learner/roster.py``); each transfer has a short-lived thread, so a dead or frozen engine holds up
-no other, and itself at most ``weights.timeout_s``.
+for. Sending begins with the first bytes: digests and buckets follow the copying through the buffer (where
+there are cores for both: ``OVERLAPS``). A thread of its own talks to the engines (``CONTROL_OPS``) and
+decides what they are sent (``learner/roster.py``); each transfer has a short-lived thread, so a dead or
+frozen engine holds up no other, and itself at most ``weights.timeout_s``.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -41,6 +42,9 @@ from learner.version import SEAL_S, Version
 
 MAX_BUFFERS = 3  # copies of the weights in host memory; normally one is in use
 GIVE_WAY = 3  # a transfer that was ended frees its memory within so many times the timeout
+# Digests and sending follow the copying where there are cores for it. On two they would take turns with it, and
+# training wait twice as long; there only the agreement with the engines overlaps.
+OVERLAPS = len(os.sched_getaffinity(0)) >= 4
 MAX_WAIT_S = 1.0  # the control thread looks at its clock at least this often
 
 _log = logging.getLogger(LOGGER)
@@ -174,11 +178,13 @@ class Publisher:
             buffer.prepare(known)
             weights = self._announce(version, buffer, known)
             try:
-                seen = copy_out_as(known, rest, buffer, weights.filled, self._dtype)
+                filled = weights.filled if OVERLAPS else Watermark()
+                seen = copy_out_as(known, rest, buffer, filled, self._dtype)
             except BaseException as e:
                 self._withdraw(weights, f"the learner could not copy it out ({type(e).__name__})")
                 raise
             if not seen:
+                weights.filled.raise_to(known.total_bytes)
                 self._lies_as(known)
                 return
             self._withdraw(weights, "its layout has changed")

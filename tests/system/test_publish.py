@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+import learner.publish
 import learner.version
 from common.canary import Canary
 from common.config import Weights
@@ -465,6 +466,40 @@ def test_the_copy_out_is_all_that_the_caller_waits_for(bench: Bench) -> None:
         publisher.publish(version, weights_of(version))
     assert time.monotonic() - start < 0.5  # one transfer takes a second
     publisher.wait_held(2, timeout_s=10)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_buckets_follow_the_copying_only_where_there_are_cores_for_both(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    sent, send = [], learner.version._send
+    monkeypatch.setattr(
+        learner.version, "_send", lambda group, data, what: (send(group, data, what), sent.append(what))
+    )
+    monkeypatch.setattr(learner.publish, "OVERLAPS", overlaps)
+    publisher = bench.publisher(config=PATIENT)
+    a = bench.receiver("a")
+    publisher.publish(0, weights_of(0))
+    assert a.wait_held(0) == [0]
+    publisher.wait_held(0, timeout_s=PATIENCE_S)
+    sent.clear()
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        first, *rest = weights_of(1)
+        yield first
+        yield rest[0]
+        until(lambda: any(t.started for t in publisher._transfers.values()), PATIENCE_S, "the agreement")
+        if overlaps:
+            until(lambda: sent, PATIENCE_S, "the first bucket")
+        yield from rest[1:]
+        assert bool(sent) == overlaps
+
+    publisher.publish(1, watched())
+    assert a.wait_held(1) == [1] and len(sent) == NUM_BUCKETS + 1
+    publisher.publish(2, [*weights_of(2), ("more", torch.ones(5))])  # found out with the last tensor: withdrawn
+    bench.wait_note("tensor more: float32 [5] is sent, nothing was before", PATIENCE_S)
+    publisher.publish(3, weights_of(3))
+    assert a.wait_held(3) == [3]
 
 
 def test_a_model_whose_canary_cannot_be_computed_is_a_fault_of_the_config(bench: Bench) -> None:

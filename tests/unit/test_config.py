@@ -12,7 +12,7 @@ import pytest
 from common.config import Config
 from common.errors import ConfigError
 from common.loading import config_paths, differences, load_config
-from common.preflight import checked_config, occupy, run_dir_faults
+from common.preflight import checked_config, occupy, run_dir_faults, staging_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = ["model.toy=true", "data.task=reverse_digits"]
@@ -191,6 +191,35 @@ def test_all_faults_at_once_those_of_the_world_too(tmp_path):
 # ---------------------------------------------------------------- faults of the world
 def check(*overrides):
     return checked_config([], [*GOOD, *overrides])
+
+
+def test_the_engines_of_a_host_have_room_for_what_they_stage_together(tmp_path, monkeypatch):
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    save_file({"a": torch.zeros(1000, 70)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.zeros(30_000), "lm_head.weight": torch.zeros(1000, 70)},
+              tmp_path / "model-00002-of-00002.safetensors")  # fmt: skip
+
+    def refused(free, *overrides):
+        monkeypatch.setattr("common.preflight.free_bytes", lambda: free)
+        config = load_config([], [*GOOD, "model.toy=false", f"model.path={tmp_path}", *overrides])
+        return list(staging_faults(config))
+
+    assert refused(800_000, "generators.count=4") == refused(None, "generators.count=99") == []  # 100,000 in bfloat16
+    [fault] = refused(799_999, "generators.count=4")
+    assert fault.startswith("generators.count=4: with weights.staging=host") and "4 × 0.0002 GB" in fault
+    assert refused(800_000, "generators.count=2", "model.dtype=float32") == []
+    assert len(refused(799_999, "generators.count=2", "model.dtype=float32")) == 1
+    assert refused(1, "weights.staging=device") == refused(1, "weights.staging=none") == []
+    assert len(refused(1)) == 1
+    monkeypatch.setattr("common.preflight.free_bytes", lambda: 1)
+    with pytest.raises(ConfigError, match=r"generators\.count=2: with weights\.staging=host"):
+        checked_config([], [*GOOD, "model.toy=false", f"model.path={tmp_path}"], engines=True)
+    for file in tmp_path.glob("*2.safetensors"):
+        file.write_bytes(b"torn")
+    assert refused(1) == []  # not known; the engines look for themselves
 
 
 def test_unknown_task():
