@@ -35,9 +35,15 @@ def _rollouts(c: Config) -> Iterator[str]:
             "(or algorithm.allow_single_sample_groups=true)"
         )
     if c.algorithm.filter_groups.enable and c.samples_per_group == 1:
-        yield "algorithm.filter_groups.enable=true: a group of one sample has no signal; set rollout.n ≥ 2, or it to false"
+        yield (
+            "algorithm.filter_groups.enable=true: a group of one sample has no signal; "
+            "set rollout.n ≥ 2, or it to false"
+        )
     if c.trainer.test_freq > 0 and bool(c.data.train_files) and not c.data.val_files and not c.replay.rollouts:
-        yield f"trainer.test_freq={c.trainer.test_freq}: there are no held-out prompts; give data.val_files, or set it to -1"
+        yield (
+            f"trainer.test_freq={c.trainer.test_freq}: there are no held-out prompts; "
+            "give data.val_files, or set it to -1"
+        )
     no_prompts = not c.data.train_files and not c.data.task
     if no_prompts and c.replay.rollouts is not None and c.model.warmup.steps > 0:
         yield (
@@ -52,14 +58,18 @@ def _models(c: Config) -> Iterator[str]:
     if bool(c.model.path) == c.model.toy:
         yield "model.path: give exactly one of model.path=FOLDER and model.toy=true"
     if c.model.attn_implementation == "varlen" and c.model.dtype == "float32":
-        yield "model.attn_implementation=varlen: flash attention computes in bfloat16; set model.dtype=bfloat16, or use sdpa"
+        yield (
+            "model.attn_implementation=varlen: flash attention computes in bfloat16; "
+            "set model.dtype=bfloat16, or use sdpa"
+        )
     for whose, tuned in (("model", c.model), ("critic", c.critic)):
         targets = [tuned.target_modules] if isinstance(tuned.target_modules, str) else tuned.target_modules
         ends = sorted({t.rsplit(".", 1)[-1] for t in targets} & MODEL_ENDS)
         if bool(tuned.lora_rank and ends):
             yield (
-                f"{whose}.target_modules={tuned.target_modules}: {', '.join(ends)} is at the model's end, where an adapter "
-                "can neither be merged nor served; name linear layers between the embeddings and the head, or all-linear"
+                f"{whose}.target_modules={tuned.target_modules}: {', '.join(ends)} is at the model's end, where an "
+                "adapter can neither be merged nor served; name linear layers between the embeddings and the head, "
+                "or all-linear"
             )
 
 
@@ -78,11 +88,14 @@ def _weights(c: Config) -> Iterator[str]:
         )
     if c.weights.adapters_only and c.model.lora_rank > MAX_SERVED_RANK:
         yield (
-            f"model.lora_rank={c.model.lora_rank}: engines compute adapters of rank {MAX_SERVED_RANK} at most; lower it, "
-            "or set weights.adapters_only=false"
+            f"model.lora_rank={c.model.lora_rank}: engines compute adapters of rank {MAX_SERVED_RANK} at most; lower "
+            "it, or set weights.adapters_only=false"
         )
     if c.run.bind_host not in ("127.0.0.1", "localhost"):
-        yield f"run.bind_host={c.run.bind_host}: a public bind needs transport keys, which are not there yet; use 127.0.0.1"
+        yield (
+            f"run.bind_host={c.run.bind_host}: a public bind needs transport keys, which are not there yet; "
+            "use 127.0.0.1"
+        )
 
 
 def _learner(c: Config) -> Iterator[str]:
@@ -91,7 +104,10 @@ def _learner(c: Config) -> Iterator[str]:
         if size == 0 or (size != -1 and c.trainer.nproc_per_node % size != 0):
             yield f"actor.{key}={size}: must divide trainer.nproc_per_node={c.trainer.nproc_per_node}"
     if c.ref.fsdp_config.offload_policy and c.ref.fsdp_config.param_offload:
-        yield "ref.fsdp_config.offload_policy=true: keeps the weights in host memory all the time; leave out param_offload"
+        yield (
+            "ref.fsdp_config.offload_policy=true: keeps the weights in host memory all the time; "
+            "leave out param_offload"
+        )
     B = c.data.train_batch_size
     for name, part in (("actor", c.actor), ("critic", c.critic)):
         mini = part.ppo_mini_batch_size
@@ -99,8 +115,8 @@ def _learner(c: Config) -> Iterator[str]:
             yield f"{name}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={B}"
         if part.use_torch_compile and split > 1:
             yield (
-                f"{name}.use_torch_compile=true: layers that exchange rows with other ranks are not compiled; set it to "
-                "false, or actor.ulysses_sequence_parallel_size=1"
+                f"{name}.use_torch_compile=true: layers that exchange rows with other ranks are not compiled; set it "
+                "to false, or actor.ulysses_sequence_parallel_size=1"
             )
         if part.fsdp_config.offload_policy and (part.fsdp_config.param_offload or part.fsdp_config.optimizer_offload):
             yield (
@@ -130,8 +146,8 @@ def _algorithm(c: Config) -> Iterator[str]:
             yield (f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs}: {e}")
     if c.algorithm.proximal == "bypass" and c.algorithm.rollout_correction.rollout_rs is not None:
         yield (
-            "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass the ratio it looks at is always 1, so "
-            "nothing would be rejected; use algorithm.proximal=recompute, or no rejection"
+            "algorithm.rollout_correction.rollout_rs: with algorithm.proximal=bypass the ratio it looks at is always "
+            "1, so nothing would be rejected; use algorithm.proximal=recompute, or no rejection"
         )
     if c.algorithm.proximal == "loglinear" and c.algorithm.rollout_correction.rollout_rs is not None:
         yield (
@@ -140,8 +156,8 @@ def _algorithm(c: Config) -> Iterator[str]:
         )
     if c.algorithm.kl_penalty == "full" and c.algorithm.use_kl_in_reward:
         yield (
-            "algorithm.kl_penalty=full: only the loss can have the exact KL (actor.kl_loss_type=full); in the reward use "
-            "kl, which is unbiased there"
+            "algorithm.kl_penalty=full: only the loss can have the exact KL (actor.kl_loss_type=full); in the reward "
+            "use kl, which is unbiased there"
         )
     if c.reward.overlong_buffer.enable and not 0 < c.reward.overlong_buffer.len <= c.data.max_response_length:
         yield (
@@ -158,6 +174,7 @@ def _guard(c: Config) -> Iterator[str]:
     kept_steps = (c.trainer.max_ckpt_to_keep - 1) * c.trainer.save_freq
     if bool(guard.limits) and guard.action == "rollback" and not 0 < guard.patience <= kept_steps:
         yield (
-            f"trainer.guard.action=rollback: a checkpoint from before its {guard.patience} steps (trainer.guard.patience) "
-            "has to be there still; have (trainer.max_ckpt_to_keep - 1) * trainer.save_freq at least as large"
+            f"trainer.guard.action=rollback: a checkpoint from before its {guard.patience} steps "
+            "(trainer.guard.patience) has to be there still; have (trainer.max_ckpt_to_keep - 1) * trainer.save_freq "
+            "at least as large"
         )
