@@ -64,7 +64,8 @@ class Storing:
             ConfigError: nothing can be written there.
             FencedError: a learner of a higher epoch writes there.
         """
-        self.folder, self._epoch, self._beside, self._timeout_s = folder, epoch, beside, timeout_s
+        self.folder = folder = folder.absolute()  # engines work in other directories
+        self._epoch, self._beside, self._timeout_s = epoch, beside, timeout_s
         self._changed, self._newest, self._find, self._release, self._say = changed, newest, find, release, say
         self.busy: Version | None = None  # being written
         self._there: dict[int, Stored] = {}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -52,8 +56,11 @@ def ways(publisher: Publisher) -> dict[str, str]:
     return {m.name: m.transport for m in publisher.members()}
 
 
-def test_newcomers_and_whom_a_transfer_failed_read_the_file(bench: Bench) -> None:
-    publisher = bench.publisher(config=FILES)
+def test_newcomers_and_whom_a_transfer_failed_read_the_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.chdir(bench.file.parent)  # where engines are not
+        patch.setattr(bench, "file", Path(bench.file.name))
+        publisher = bench.publisher(config=FILES)
     publisher.publish(0, weights_of(0))
     wait_stored(publisher, 0)
     a = bench.receiver("a", "staging.bucket:14:raise")  # in the middle of its second version
@@ -83,6 +90,25 @@ def test_everything_by_files_also_from_versions_that_nobody_had_time_to_store(be
     publisher.wait_held(11, timeout_s=PATIENCE_S, minimum=2)
     assert ways(publisher) == {"a": "file", "b": "file"} and publisher.stats()["weights/failures"] == 0
     assert len(stored(bench)) <= 2 and stored(bench)[-1] == 11
+
+
+@pytest.mark.parametrize("action", ["stop", "kill"])
+def test_a_reader_that_freezes_or_dies_is_left_out_and_its_version_may_go(bench: Bench, action: str) -> None:
+    publisher = bench.publisher(config=HASTY.model_copy(update={"transport": "snapshot"}))
+    publisher.publish(0, weights_of(0))
+    a, bad = bench.receiver("a"), bench.receiver("bad", f"staging.bucket:5:{action}")
+    assert a.wait_held(0) == [0]
+    publisher.wait_held(0, timeout_s=PATIENCE_S)  # the other one is left out
+    assert ways(publisher) == {"a": "file"}
+    for version in (1, 2):
+        publisher.publish(version, weights_of(version))
+        assert a.wait_held(version) == [version]
+    until(lambda: stored(bench) == [1, 2], PATIENCE_S, "version 0 to go")
+    if action == "stop":
+        bad.send_signal(signal.SIGCONT)
+    else:
+        bad = bench.receiver("bad")
+    assert bad.wait_held(2)[-1] == 2
 
 
 @pytest.mark.parametrize("staging", ["host", "none"])
@@ -185,6 +211,36 @@ def test_a_version_that_cannot_be_written_is_named_and_comes_over_the_socket(
     publisher.wait_held(1, timeout_s=PATIENCE_S, minimum=2)
     assert ways(publisher) == {"a": "gloo", "b": "file"}  # it was written when it was asked for
     assert stored(bench) == [1]
+
+
+LEARNER = """
+import sys
+from pathlib import Path
+from common import failpoints
+from common.config import Weights
+from learner.publish import Publisher
+from tests.system.test_publish import until, weights_of
+failpoints.arm()
+publisher = Publisher(run_id="run", epoch=1, config=Weights(snapshot="file"), folder=Path(sys.argv[1]))
+for version in range(3):
+    publisher.publish(version, weights_of(version))
+    until(lambda: publisher.stats()["weights/stored_version"] == version, 60, "the version on disk")
+"""
+
+
+def test_a_learner_that_is_killed_while_it_stores_leaves_only_whole_versions(bench: Bench) -> None:
+    folder = folder_of(bench)
+    env = {**os.environ, failpoints.VARIABLE: "publish.stored:2:kill", "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run([sys.executable, "-c", LEARNER, str(folder)], env=env, timeout=150)
+    assert killed.returncode == -signal.SIGKILL
+    assert stored(bench) == [0] and (folder / ".1.new").is_dir()
+    publisher = bench.publisher(epoch=2, config=FILES)
+    publisher.publish(1, weights_of(1))
+    a = bench.receiver("a")
+    assert a.wait_held(1) == [1]
+    publisher.wait_held(1, timeout_s=PATIENCE_S)
+    assert ways(publisher) == {"a": "file"}
+    until(lambda: sorted(p.name for p in folder.iterdir()) == ["1", "epoch"], 5, "what was left is gone")
 
 
 def test_a_later_learner_takes_the_folder_over(bench: Bench) -> None:
