@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -164,6 +165,27 @@ def check_digests(m: Manifest, sent: torch.Tensor) -> None:
 
 
 # ---------------------------------------------------------------- copy-out
+@runtime_checkable
+class Described(Protocol):
+    """Tensors by name that say what they will be before one of them is made (gathered, merged)."""
+
+    def kinds(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of each, in their order."""
+
+
+def layout_of(tensors: object, *, bucket_bytes: int, dtype: torch.dtype | None = None) -> Manifest | None:
+    """How ``tensors`` will lie, floating-point ones as ``dtype``; None if they do not say.
+
+    Raises:
+        WeightError: see ``lay_out``.
+    """
+    if not isinstance(tensors, Described):
+        return None
+    sent = None if dtype is None else _NAMES[dtype]
+    kinds = ((n, sent if sent and DTYPES[kind].is_floating_point else kind, s) for n, kind, s in tensors.kinds())
+    return lay_out(kinds, bucket_bytes)
+
+
 def copy_out(
     tensors: Iterable[tuple[str, torch.Tensor]],
     buffer: Buffer,
@@ -171,7 +193,7 @@ def copy_out(
     bucket_bytes: int,
     dtype: torch.dtype | None = None,
 ) -> Manifest:
-    """Copy ``tensors`` into ``buffer``, floating-point ones as ``dtype``.
+    """Copy ``tensors`` into ``buffer``, floating-point ones as ``dtype``. All are there at once, to be laid out.
 
     Raises:
         WeightError: see ``lay_out``.

@@ -120,7 +120,8 @@ class Model(Section):
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, 1/3 more work."""
     lora_rank: NonNegativeInt = 0
     """Rank of the actor's LoRA adapters, which alone are trained; the reference is then the model without them, and
-    generators get the merged weights, or the adapters (`weights.adapters_only`). 0: all weights are trained."""
+    generators get the merged weights (in bfloat16 these lose most of a small update), or the adapters
+    (`weights.adapters_only`). 0: all weights are trained."""
     lora_alpha: PositiveInt = 16
     """Adapters count `lora_alpha / lora_rank` times."""
     target_modules: str | list[str] = "all-linear"
@@ -323,7 +324,8 @@ class Actor(Trained):
     kl_loss_coef: NonNegativeFloat = 0.001
     """Weight of the KL in the loss."""
     kl_loss_type: KLKind = "low_var_kl"
-    """Estimator of the KL in the loss."""
+    """Estimator of the KL in the loss. full: the exact KL, over the whole vocabulary, for which the reference runs with
+    each update."""
     log_prob_max_token_len_per_gpu: PositiveInt | None = None
     """Token budget of forward-only passes. Default: `ppo_max_token_len_per_gpu`."""
 
@@ -523,8 +525,24 @@ class Config(Section):
         return self.rollout.top_p < 1 or self.rollout.top_k > 0
 
     @property
+    def rounds_adapters_away(self) -> bool:
+        """Whether engines get W + Δ in bfloat16, which is W wherever |Δ| is less than half a unit in its last place."""
+        merged = self.model.lora_rank > 0 and not self.weights.adapters_only
+        return merged and self.model.dtype == "bfloat16" and not self.replay.rollouts
+
+    @property
     def needs_reference(self) -> bool:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether the loss has the KL over the whole vocabulary."""
+        return self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        """Whether the reference is asked for the sampled tokens."""
+        return self.algorithm.use_kl_in_reward or (self.actor.use_kl_loss and not self.needs_exact_kl)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -674,11 +692,8 @@ def combination_faults(c: Config) -> list[str]:
     )
     refuse(
         c.algorithm.kl_penalty == "full" and c.algorithm.use_kl_in_reward,
-        "algorithm.kl_penalty=full: needs whole logits of both models; use low_var_kl or kl",
-    )
-    refuse(
-        c.actor.kl_loss_type == "full" and c.actor.use_kl_loss,
-        "actor.kl_loss_type=full: needs whole logits of both models; use low_var_kl or kl",
+        "algorithm.kl_penalty=full: only the loss can have the exact KL (actor.kl_loss_type=full); in the reward use "
+        "kl, which is unbiased there",
     )
     refuse(
         c.reward.overlong_buffer.enable and not 0 < c.reward.overlong_buffer.len <= c.data.max_response_length,

@@ -29,6 +29,7 @@ from learner.packing import MicroBatch
 NAME = "leeway_rows"
 KEY = "actor.ulysses_sequence_parallel_size"
 VARLEN = "model.attn_implementation=varlen"
+Masks = dict[int | None, Tensor]  # by window: made by the first layer of a forward, shared by the others
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")  # attend through `attention`
 
 
@@ -79,32 +80,33 @@ def split_rows(micro: MicroBatch, group: dist.ProcessGroup) -> SplitRows:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     scaling: float, sliding_window: int | None = None, softcap: float | None = None,
-    rows: MicroBatch | None = None, varlen: bool = False, **_: Any,
+    rows: MicroBatch | None = None, varlen: bool = False, masks: Masks | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Hugging Face's attention interface: [packed, heads, columns, head size] → [packed, columns, heads, head size].
 
-    rows: what is attended over; varlen: by flash attention, unless prompts are shared. Without them (a plain
-    forward of the same model) each row is one whole sequence.
+    rows: what is attended over; varlen: by flash attention, unless prompts are shared; masks: those that the layers
+    before made in this forward. Without them (a plain forward of the same model) each row is one whole sequence.
     """
+    masks = {} if masks is None else masks
     if not isinstance(rows, SplitRows):
-        out = _attend(query, key, value, rows, varlen, scaling, sliding_window, softcap)
+        out = _attend(query, key, value, rows, varlen, masks, scaling, sliding_window, softcap)
         return out.transpose(1, 2).contiguous(), None
     n = rows.group.size()
     copies = n // math.gcd(key.shape[1], n)  # fewer heads of keys and values than ranks: each gets a copy
     key, value = (t.repeat_interleave(copies, 1) for t in (key, value))
     query, key, value = rows.to_heads(query, key, value)
-    out = _attend(query, key, value, rows.whole, varlen, scaling, sliding_window, softcap)
+    out = _attend(query, key, value, rows.whole, varlen, masks, scaling, sliding_window, softcap)
     return rows.to_columns(out).transpose(1, 2).contiguous(), None
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, rows: MicroBatch | None, varlen: bool, scaling: float,
-    window: int | None, softcap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, rows: MicroBatch | None, varlen: bool, masks: Masks,
+    scaling: float, window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """[packed, heads, width, head size] each (keys and values may have fewer heads) → as `query`."""
-    if varlen and rows is not None and rows.attention_mask is None:
+    if varlen and rows is not None and not rows.shared:
         return _by_sequence(query, key, value, rows, scaling, window)
-    mask = _mask(query, rows, window)
+    mask = _mask(query, rows, window, masks)
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     if softcap is None:
@@ -129,18 +131,17 @@ def _by_sequence(
     return out.unflatten(0, (query.shape[0], -1)).transpose(1, 2)
 
 
-def _mask(query: Tensor, rows: MicroBatch | None, window: int | None) -> Tensor | None:
+def _mask(query: Tensor, rows: MicroBatch | None, window: int | None, masks: Masks) -> Tensor | None:
     """[packed, 1, width, width] bool, or None for plain causal attention."""
     if rows is None:
         positions = torch.arange(query.shape[2], device=query.device).unsqueeze(0)
         return None if window is None else causal_mask(positions, window=window)
-    if rows.attention_mask is not None:
-        return rows.attention_mask
     if rows.alone and window is None:
         return None
-    if window not in rows.masks:  # the layers share it
-        rows.masks[window] = causal_mask(rows.position_ids, window=window)
-    return rows.masks[window]
+    if window not in masks:
+        shared = rows.attention_mask()  # no layer has a window then
+        masks[window] = causal_mask(rows.position_ids, window=window) if shared is None else shared
+    return masks[window]
 
 
 def causal_mask(position_ids: Tensor, *, window: int | None = None) -> Tensor:

@@ -16,7 +16,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 MAX_LOG_RATIO = 20.0  # k3: e^20 is still far from overflow, in float32 too
 MAX_K3 = 10.0
@@ -75,7 +74,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
     base_kind, straight_through = kind.removesuffix("+"), kind.endswith("+")
     if base_kind == "full":
         raise ValueError(
-            "kind 'full' needs the logits: call kl_full(logits, ref_logits, response_mask)"
+            "kind 'full' needs the whole distributions: call kl_of_logprobs(logprobs, ref_logprobs)"
         )
     if base_kind not in _ESTIMATORS:
         raise ValueError(f"kind {kind!r}: choose from {', '.join(_ESTIMATORS)}, each with '+' too")
@@ -91,39 +90,14 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
     return torch.where(finite, kl, estimator(log_ratio.detach()))
 
 
-def kl_full(
-    logits: Tensor, ref_logits: Tensor, response_mask: Tensor, *, chunk_tokens: int = 256
-) -> Tensor:
-    """KL(π ‖ π_ref) summed over the vocabulary at each response token.
+def kl_of_logprobs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(π ‖ π_ref) summed over the vocabulary at each token (kind `full`).
 
         KL_t = Σ_a π(a | prefix) (log π(a | prefix) − log π_ref(a | prefix))
 
-    logits, ref_logits: [batch, response, vocab], as sampled from (divided by the temperature).
-    response_mask: [batch, response].
-    Returns [batch, response], 0 under the mask. No bias in value or gradient given the prefix.
-    Softmax in float32 at least, `chunk_tokens` tokens at a time, recomputed in the backward pass.
+    logprobs, ref_logprobs: [tokens, vocab] → [tokens]. No bias in value or gradient given the prefix.
+    A symbol that π never draws (−inf) adds nothing, whatever the reference thinks of it.
     """
-    live = response_mask.bool().flatten()  # [batch · response]
-    chunks = zip(
-        logits.flatten(0, 1).split(chunk_tokens),
-        ref_logits.detach().flatten(0, 1).split(chunk_tokens),
-        live.split(chunk_tokens),
-        strict=True,
-    )
-    kl = [
-        checkpoint(_kl_of_rows, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in chunks
-    ]
-    return torch.cat(kl).view_as(response_mask)
-
-
-def _kl_of_rows(logits: Tensor, ref_logits: Tensor, live: Tensor) -> Tensor:
-    """logits: [tokens, vocab], live: [tokens] → [tokens]"""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    dead = ~live.unsqueeze(-1)
-    logprobs = logits.masked_fill(dead, 0).to(dtype).log_softmax(-1)
-    ref_logprobs = ref_logits.masked_fill(dead, 0).to(dtype).log_softmax(-1)
-    # A symbol that π never draws (logit −inf) adds nothing, whatever the reference thinks of it.
     difference = torch.where(logprobs > -math.inf, logprobs - ref_logprobs, 0)
     return (logprobs.exp() * difference).sum(-1)
 

@@ -28,6 +28,7 @@ from learner.batch import Batch
 from learner.checkpoint import Checkpoints, step_of
 from learner.dealing import Part, part_of, put_together
 from learner.estimates import make_targets
+from learner.exact_kl import exact_kl
 from learner.guard import Guard, heed
 from learner.model import published_weights, weights_digest
 from learner.models import Models
@@ -62,6 +63,7 @@ class Learner:
     ahead: Ahead | None = None  # None: each batch is claimed when the one before it is done
     published: int = -1  # newest version handed to the publisher
     saved: int = -1  # step of the newest checkpoint, there or in the making
+    valid: int = -1  # step of the newest one that is there: what a crash would have redone begins after it
     given_back: int = -1  # the step whose batch was given back last
     said_at: float = float("-inf")  # when the log last said what the learner waits for
     stats: dict[str, Any] = field(default_factory=dict)  # the broker's, of the last step
@@ -117,6 +119,8 @@ class Learner:
         began = time.time()
         outcome = self.train(batch, settings, step=step, version=version, limit=claim.limit, clock=clock)
         span = [began, time.time()]
+        with clock("save"):
+            self.bound_redo(step)
         failpoint("learner.before_ack")
         with clock("ack"):
             stepped = self.feed.acknowledge(
@@ -268,12 +272,19 @@ class Learner:
             self.saved = step
         self.confirm_saved(wait=wait or not asynchronous)
 
+    def bound_redo(self, step: int) -> None:
+        """Wait for the checkpoint in the making if a crash, once `step` is acknowledged, would have more than
+        `trainer.save_freq` steps redone: it has had the time in which `step` was trained."""
+        if 0 < self.config.trainer.save_freq < step - self.valid:
+            self.confirm_saved(wait=True)
+
     def confirm_saved(self, *, wait: bool = False) -> None:
         """Tell the broker of the checkpoint that has been in the making, once it is in its place."""
         path = self.checkpoints.finished(wait=wait)
         if path is None:
             return
-        self.feed.checkpoint_valid(step=step_of(path), path=str(path))
+        self.valid = step_of(path)
+        self.feed.checkpoint_valid(step=self.valid, path=str(path))
         failpoint("learner.checkpoint.told")
         ending.write_summary(self, "")
 
@@ -332,6 +343,7 @@ def train_step(
         metrics |= report.target_metrics(targets, batch.mask)
         metrics |= report.drift_metrics(batch, start, targets, version=version, young=batch.young(version, limit))
         metrics |= report.packing_metrics(batch, micros, ranks)
+        del micros  # the updates lay out their own
         metrics["actor/kl_coef"] = torch.tensor(kl_coef_of(config, settings, step))
     failpoint("learner.before_update")
     critic_updates: list[Metrics] = []
@@ -343,8 +355,10 @@ def train_step(
                 lr = rate_of(config, "critic", settings, step)
                 critic_updates = train_on_batch(critic, batch, targets.live, loss, config=config, lr=lr, ranks=ranks)
         if critic is None or step > config.critic.warmup_steps:
-            with clock("update_actor"):
-                loss = actor_loss(config, actor.module, batch, targets, settings, step=step, version=version)
+            with clock("update_actor"), exact_kl(config, models.reference) as besides:
+                loss = actor_loss(
+                    config, actor.module, batch, targets, settings, step=step, version=version, besides=besides
+                )
                 lr = rate_of(config, "actor", settings, step)
                 actor_updates = train_on_batch(actor, batch, targets.live, loss, config=config, lr=lr, ranks=ranks)
     except NotFinite as e:

@@ -61,36 +61,57 @@ def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in module.named_modules() if hasattr(m, "lora_A")]
 
 
-def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and whole tensors of a model with or without adapters; collective if it is sharded.
+def merged_name(name: str) -> str:
+    """Hugging Face's, of a parameter that may have an adapter beside it."""
+    return name.replace(BASE, ".")
 
-    Without an adapter a tensor is the parameter's own, with one it is a new one in float32.
+
+@torch.no_grad()
+def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of a model with or without adapters: Hugging Face name, this rank's rows, and the parameter whose rows they are.
+
+    Without an adapter the rows are the parameter's own, with one they are new ones in float32. Collective if the
+    model is sharded: A, which has `rank` rows, is gathered.
     """
     for name, p in lm.named_parameters():
         if is_adapter(name):
             continue
-        tensor = _whole(p.detach())
+        rows = _local(p.detach())
         if name.endswith(BASE + "weight"):
-            tensor = tensor.float() + _delta(lm.get_submodule(name.removesuffix(BASE + "weight")))
-        yield name.replace(BASE, "."), tensor
+            rows = rows.float() + _delta(lm.get_submodule(name.removesuffix(BASE + "weight")))
+        yield merged_name(name), rows, p
 
 
-def adapter_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names as sent and whole tensors of the adapters alone, float32; collective if the model is sharded."""
+def adapter_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of the adapters alone, float32: name as sent, this rank's rows, and the parameter whose rows they are."""
     for name, p in lm.named_parameters():
         if is_adapter(name):
-            yield sent_name(name), _whole(p.detach())
+            yield sent_name(name), _local(p.detach()), p
 
 
 def _delta(layer: Any) -> Tensor:
-    """(alpha / rank) · B A: [out, in], float32."""
+    """This rank's rows (those of W and B) of (alpha / rank) · B A: [out, in], float32."""
     (key,) = layer.lora_A
-    a, b = (_whole(side[key].weight.detach()).float() for side in (layer.lora_A, layer.lora_B))
-    return (b @ a) * layer.scaling[key]
+    a, b = (side[key].weight.detach() for side in (layer.lora_A, layer.lora_B))
+    return (_local(b).float() @ whole(a).float()) * layer.scaling[key]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one; every rank must ask for the same ones in the same order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(rows: Tensor, like: Tensor) -> Tensor:
+    """The full tensor of which each rank has such rows as it has of `like`, in their own dtype; collective as `whole`.
+
+    Rows that live in host memory are gathered on the device that the ranks compute on.
+    """
+    if not isinstance(like, DTensor) or like.device_mesh.size() == 1:
+        return rows
+    sharded = DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return sharded.full_tensor()
 
 
 @torch.no_grad()
@@ -150,7 +171,9 @@ def save_adapter(target: Path, lm: nn.Module, config: Any, *, base: str, first: 
     """
     from safetensors.torch import save_file
 
-    weights = {f"base_model.model.{name}": t.cpu().float().contiguous() for name, t in adapter_parameters(lm)}
+    weights = {
+        f"base_model.model.{name}": gathered(rows, p).cpu().contiguous() for name, rows, p in adapter_parameters(lm)
+    }
     if not first:
         return
 

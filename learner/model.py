@@ -7,6 +7,7 @@ in bfloat16, and bfloat16 is what is served.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from common.adapters import is_adapter, sent_name
 from common.errors import ConfigError
 from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
-from learner.logprobs import at_least_float32, token_logprobs
-from learner.lora import adapter_parameters, merged_parameters, reset_adapters
+from learner.logprobs import Beside, Head, at_least_float32, token_logprobs
+from learner.lora import adapter_parameters, gathered, merged_name, merged_parameters, reset_adapters, whole
 from learner.offload import Offload
 from learner.packing import MicroBatch
 
@@ -46,14 +49,24 @@ class Actor(nn.Module):
         self.hidden_size = _hidden_size(lm)
         self.shares_prompts = may_share_prompts(lm)
 
-    def forward(self, micro: MicroBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32."""
+    def forward(
+        self, micro: MicroBatch, *, with_entropy: bool = False, hidden_only: bool = False, beside: Beside | None = None
+    ) -> Any:
+        """(log-probabilities [tokens], entropy [tokens] or None) of the micro-batch's targets, float32.
+
+        hidden_only: instead, what the head would get, [tokens, hidden]; of this rank's part where rows are divided.
+        beside: the same of the reference, and its head; the exact KL to it, [tokens], is then the third.
+        """
         part = micro if self.split is None else split_rows(micro, self.split)
-        logprobs, entropy = token_logprobs(
-            _hidden(self.lm.base_model, part, self.varlen), self.head, part.targets, part.temperatures,
-            vocab_size=self.vocab_size, with_entropy=with_entropy,
+        hidden = _hidden(self.lm.base_model, part, self.varlen)
+        if hidden_only:
+            return hidden
+        outputs = token_logprobs(
+            hidden, self.head, part.targets, part.temperatures, vocab_size=self.vocab_size, with_entropy=with_entropy,
+            beside=beside,
         )  # fmt: skip
-        return part.gather(logprobs), part.gather(entropy) if entropy is not None else None
+        wanted = outputs if beside is not None else outputs[:2]
+        return tuple(None if values is None else part.gather(values) for values in wanted)
 
     def reset_own(self) -> None:
         """What the folder of the Hugging Face model has not: adapters, if there are any."""
@@ -63,6 +76,23 @@ class Actor(nn.Module):
         """[tokens, hidden] → logits [tokens, vocab], with the model's own output scaling."""
         return _scaled(self.lm.get_output_embeddings()(hidden), self.lm.config)
 
+    @torch.no_grad()
+    def frozen_head(self) -> Head:
+        """`head` as it is now, whole on each rank, to be used outside of `forward`; collective if it is sharded.
+
+        It takes up vocabulary · hidden numbers in the dtype of the hidden states.
+        """
+        reshard(self)
+        head, config = self.lm.get_output_embeddings(), self.lm.config
+        bias = getattr(head, "bias", None)
+        weight, bias = whole(head.weight.detach()), None if bias is None else whole(bias.detach())
+
+        @functools.cache
+        def kept(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+            return weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
+
+        return lambda hidden: _scaled(nn.functional.linear(hidden, *kept(hidden.dtype, hidden.device)), config)
+
 
 class Critic(nn.Module):
     """A backbone with a linear head that starts at 0: the value of the prefix before each target."""
@@ -71,6 +101,7 @@ class Critic(nn.Module):
     split: dist.ProcessGroup | None = None
     varlen = False
     offload: Offload | None = None
+    lora: Any = None
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -88,6 +119,7 @@ class Critic(nn.Module):
 
     def reset_own(self) -> None:
         """What the Hugging Face model has not."""
+        reset_adapters(self.backbone)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -97,13 +129,14 @@ def _hidden(backbone: nn.Module, micro: MicroBatch, varlen: bool) -> Tensor:
 
     Packed rows are exact only so: restarting position ids, no cache, and no mask but the one that
     says everything. With a cache or a mask of ones the sequences of a row see one another, silently.
+    Masks live as long as this forward and its backward; layers that are computed again find them.
     """
     ours = backbone.config._attn_implementation == NAME
     out = backbone(
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,
         use_cache=False,
-        **({"rows": micro, "varlen": varlen} if ours else {"attention_mask": micro.attention_mask}),
+        **({"rows": micro, "varlen": varlen, "masks": {}} if ours else {"attention_mask": micro.attention_mask()}),
     ).last_hidden_state
     return out.flatten(0, 1).index_select(0, micro.wanted)
 
@@ -301,19 +334,32 @@ def reshard(module: nn.Module) -> None:
             m.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one; every rank must ask for the same ones in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def published_weights(actor: Actor, *, dtype: str, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+class PublishedWeights:
     """Hugging Face names and whole tensors in the served dtype, adapters merged or alone; a tied head is not listed.
 
-    On one rank in float32 these are the parameters themselves: copy them before the next update.
+    Iterating is collective. Each rank casts its shard, and what is gathered, one tensor at a time, is already in the
+    served dtype. On one rank in float32 these are the parameters themselves: copy them before the next update.
     """
-    reshard(actor)
-    for name, tensor in adapter_parameters(actor.lm) if adapters_only else merged_parameters(actor.lm):
-        yield name, tensor.to(DTYPES[dtype])
+
+    def __init__(self, actor: Actor, *, dtype: str, adapters_only: bool = False) -> None:
+        self._actor, self._dtype, self._adapters_only = actor, dtype, adapters_only
+
+    def kinds(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of each, from the model's description alone."""
+        for name, p in self._actor.lm.named_parameters():
+            if is_adapter(name) == self._adapters_only:
+                yield sent_name(name) if self._adapters_only else merged_name(name), self._dtype, tuple(p.shape)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        reshard(self._actor)
+        lm = self._actor.lm
+        for name, rows, p in adapter_parameters(lm) if self._adapters_only else merged_parameters(lm):
+            yield name, gathered(rows.to(DTYPES[self._dtype]), p)
+
+
+def published_weights(actor: Actor, *, dtype: str, adapters_only: bool = False) -> PublishedWeights:
+    """What engines are sent of `actor`."""
+    return PublishedWeights(actor, dtype=dtype, adapters_only=adapters_only)
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -324,9 +370,28 @@ def weights_digest(module: nn.Module) -> str:
 
 @torch.no_grad()
 def digest_of(parameters: list[nn.Parameter]) -> str:
-    """A sum of words, each tensor with its own factor; collective if they are sharded."""
-    total = torch.zeros((), dtype=torch.int64)
+    """A sum of words, each tensor with its own factor: the same number however many ranks share the weights.
+
+    Each rank adds up its own shards, and one number is summed over the ranks that share a copy.
+    """
+    totals: dict[tuple[DeviceMesh, int] | None, Tensor] = {}
     for i, p in enumerate(parameters):
-        words = whole(p.detach()).contiguous().view(-1).view(torch.int16 if p.itemsize == 2 else torch.int32)
-        total += words.sum(dtype=torch.int64).cpu() * (2 * i + 1)
-    return f"{int(total) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+        local, among = shard_of(p.detach())
+        words = local.contiguous().view(-1).view(torch.int16 if p.itemsize == 2 else torch.int32)
+        total = totals.setdefault(among, torch.zeros((), dtype=torch.int64, device=local.device))
+        total += (words.sum(dtype=torch.int64) * (2 * i + 1)).to(total.device)
+    for among, total in totals.items():
+        if among is not None:
+            mesh, dim = among
+            totals[among] = total = total.to(mesh.device_type)
+            dist.all_reduce(total, group=mesh.get_group(dim))
+    return f"{sum(int(t) for t in totals.values()) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+
+
+def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[DeviceMesh, int] | None]:
+    """What this rank has of a tensor, without padding, and among whom the rest is (None: it has all of it)."""
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    assert len(sharded) <= 1, f"sharded over {len(sharded)} dimensions of the mesh"
+    return tensor.to_local(), (tensor.device_mesh, sharded[0]) if sharded else None

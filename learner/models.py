@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from common.adapters import is_adapter
 from common.config import Config, Trained
 from common.errors import ConfigError
+from common.logs import LOGGER
 from learner.estimates import KLController, make_kl_controller
 from learner.families import refuse_moving_positions
 from learner.initial import model_folder
@@ -23,6 +25,8 @@ from learner.optim import make_optimizer
 from learner.ranks import Ranks
 from learner.sharding import checkpoint_activations, compile_layers, place
 from learner.updates import Trainee
+
+_log = logging.getLogger(LOGGER)
 
 
 @dataclass
@@ -43,6 +47,12 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
     Raises:
         ConfigError: a folder whose model cannot be loaded or is of a kind that is not known.
     """
+    if config.rounds_adapters_away and ranks.first:
+        _log.warning(
+            "model.lora_rank=%d, model.dtype=bfloat16: engines get adapters merged into bfloat16 weights, which rounds "
+            "most of a small update away, so they sample from nearly the base; set weights.adapters_only=true, or "
+            "model.dtype=float32", config.model.lora_rank,
+        )  # fmt: skip
     torch.manual_seed(config.run.seed)
     actor = _trainee("actor", build_actor, load_actor, folder, config, ranks)
     critic = reference = None

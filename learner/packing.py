@@ -15,7 +15,7 @@ a target, so it is not laid out at all.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from learner.batch import Batch
 
-MAX_SHARED_WIDTH = 4096  # the mask of a shared prompt has width² elements
+MAX_SHARED_WIDTH = 4096  # tokens of a prompt and what is behind it: the mask of a row has width² elements
 Ints = NDArray[np.int64]
 
 
@@ -54,7 +54,8 @@ class MicroBatch:
     rows: Tensor  # [n] int64: rows of the batch
     input_ids: Tensor  # [packed, width] int64
     position_ids: Tensor  # [packed, width] int64, restarting
-    attention_mask: Tensor | None  # [packed, 1, width, width] bool where prompts are shared
+    trees: Tensor | None  # [packed, width] int32 where prompts are shared: which prompt; -1: a hole
+    branches: Tensor | None  # [packed, width] int32: 0 in the prompt, else the number of the response
     wanted: Tensor  # [tokens] int64: index into the flattened input, the position *before* each target
     targets: Tensor  # [tokens] int64
     temperatures: Tensor  # [tokens] float32
@@ -64,7 +65,15 @@ class MicroBatch:
     boundaries: Tensor  # [segments + 1] int32: where sequences and holes begin in the flattened input, and its end
     longest: int  # of the segments
     parts: tuple[Tensor, ...]  # [split]: which tokens are read in each range of columns
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made where they are needed
+
+    @property
+    def shared(self) -> bool:
+        """Whether some prompt stands once for several responses."""
+        return self.trees is not None
+
+    def attention_mask(self) -> Tensor | None:
+        """[packed, 1, width, width] bool where prompts are shared. Large: made anew by each forward."""
+        return None if self.trees is None or self.branches is None else _mask(self.trees, self.branches)
 
     def gather(self, values: Tensor) -> Tensor:
         """[tokens computed here] → [tokens]."""
@@ -233,7 +242,7 @@ def _nothing(batch: Batch, split: int) -> MicroBatch:
     none = torch.zeros(0, dtype=torch.int64, device=device)
     one = torch.arange(split, device=device).unsqueeze(0)
     return MicroBatch(
-        rows=none, input_ids=one, position_ids=one, attention_mask=None, wanted=none, targets=none,
+        rows=none, input_ids=one, position_ids=one, trees=None, branches=None, wanted=none, targets=none,
         temperatures=batch.temperatures[:0], place=none, num_columns=batch.mask.shape[1], alone=True,
         boundaries=torch.tensor([0, split], dtype=torch.int32, device=device), longest=split, parts=(none,) * split,
     )  # fmt: skip
@@ -253,8 +262,8 @@ def _lay_out(batch: Batch, units: Units, bins: Ints, split: int) -> MicroBatch:
     input_ids = np.zeros(num_packed * width, dtype=np.int64)
     columns = np.arange(num_packed * width, dtype=np.int64) % width
     position_ids = np.where(columns < units.lengths.max(), columns, 0)  # in holes: anything the model has
-    trees = np.full(num_packed * width, -1, dtype=np.int64)  # unit that a position belongs to; holes: none
-    branches = np.zeros(num_packed * width, dtype=np.int64)  # 0: prompt, i + 1: response of rows[i]
+    trees = np.full(num_packed * width, -1, dtype=np.int32)  # unit that a position belongs to; holes: none
+    branches = np.zeros(num_packed * width, dtype=np.int32)  # 0: prompt, i + 1: response of rows[i]
     for at, tokens_at, position, owner, branch, lengths in (
         (begins, batch.starts[rows[heads]], np.zeros_like(begins), np.arange(len(begins)), np.zeros_like(begins),
          prompts[heads]),
@@ -283,7 +292,8 @@ def _lay_out(batch: Batch, units: Units, bins: Ints, split: int) -> MicroBatch:
         rows=to_rows,
         input_ids=send(input_ids).view(num_packed, width),
         position_ids=send(position_ids).view(num_packed, width),
-        attention_mask=_mask(send(trees).view(-1, width), send(branches).view(-1, width)) if units.shared else None,
+        trees=send(trees).view(num_packed, width) if units.shared else None,
+        branches=send(branches).view(num_packed, width) if units.shared else None,
         wanted=send(wanted),
         targets=send(targets),
         temperatures=batch.temperatures[to_rows][send(row)],

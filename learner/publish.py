@@ -15,13 +15,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from common.buffers import Buffer, Watermark, copy_out, copy_out_as, pack_digests, with_digests
+from common.buffers import Buffer, Watermark, copy_out, copy_out_as, layout_of, pack_digests, with_digests
 from common.canary import Canary
 from common.config import Weights
 from common.errors import ConfigError, DeadlineError, FencedError, WeightError, WireError
@@ -160,7 +161,7 @@ class Publisher:
                 raise WeightError(f"version {version} is not above {self._last}, which was published before")
             buffer = self._free_buffer()
         try:
-            self._fill(version, buffer, iter(tensors))
+            self._fill(version, buffer, tensors)
         except BaseException:
             with self._lock:
                 self._buffers.append(buffer)
@@ -168,29 +169,36 @@ class Publisher:
         self._last = version
         self._copy_out_s = time.perf_counter() - start
 
-    def _fill(self, version: int, buffer: Buffer, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Copy out what was laid out before while others already read it; another layout at once, when it is known."""
-        if (known := self._layout) is not None:
+    def _fill(self, version: int, buffer: Buffer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy out tensor by tensor, while others already read it, what says how it will lie or lies as the version
+        before; another layout at once, when it is known."""
+        options: dict[str, Any] = {"bucket_bytes": self._config.bucket_bytes, "dtype": self._dtype}
+        known, rest = layout_of(tensors, **options) or self._layout, iter(tensors)
+        if known is not None:
             buffer.prepare(known)
             weights = self._announce(version, buffer, known)
             try:
                 filled = weights.filled if OVERLAPS else Watermark()
-                seen = copy_out_as(known, tensors, buffer, filled, self._dtype)
+                seen = copy_out_as(known, rest, buffer, filled, self._dtype)
             except BaseException as e:
                 self._withdraw(weights, f"the learner could not copy it out ({type(e).__name__})")
                 raise
             if not seen:
                 weights.filled.raise_to(known.total_bytes)
+                self._lies_as(known)
                 return
             self._withdraw(weights, "its layout has changed")
-            tensors = itertools.chain(seen, tensors)
-        layout = copy_out(tensors, buffer, bucket_bytes=self._config.bucket_bytes, dtype=self._dtype)
-        if known is None:
+            rest = itertools.chain(seen, rest)
+        layout = copy_out(rest, buffer, **options)
+        self._lies_as(layout)
+        weights = self._announce(version, buffer, layout)
+        weights.filled.raise_to(layout.total_bytes)
+
+    def _lies_as(self, layout: Manifest) -> None:
+        if self._layout is None:
             size = f"{layout.total_bytes / 1e9:.3g} GB a version in host memory, up to {self._max_buffers} at a time"
             self._say(f"weights: {len(layout.entries)} tensors, {size}")
         self._layout = layout
-        weights = self._announce(version, buffer, layout)
-        weights.filled.raise_to(layout.total_bytes)
 
     def _announce(self, version: int, buffer: Buffer, layout: Manifest) -> Version:
         """From now on engines that hold less are sent this version; its bytes follow."""

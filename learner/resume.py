@@ -84,7 +84,7 @@ def save_now(learner: Learner) -> None:
     step = learner.progress.step
     path = learner.checkpoints.save(step, learner.models, learner.progress.as_state(0.0))
     learner.feed.checkpoint_valid(step=step, path=str(path))
-    learner.saved = step
+    learner.saved = learner.valid = step
 
 
 def _has_resumed(learner: Learner, begun: str) -> bool:
@@ -99,6 +99,7 @@ def redo_from(learner: Learner, path: Path, attached: Any) -> None:
     """Load `path` and redo the acknowledged steps after it."""
     learner.log.info("continues from %s, redoes steps up to %d", path, attached.step)
     learner.progress, learner.saved = replay(learner, path)
+    learner.valid = learner.saved
     if (learner.progress.step, learner.progress.version) != (attached.step, attached.version):
         raise CheckpointError(
             f"redoing from {path} ends at step {learner.progress.step}, version {learner.progress.version}; the ledger "

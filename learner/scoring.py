@@ -42,7 +42,7 @@ def start_of_step(
     if config.algorithm.proximal == "recompute":
         with clock("old_log_prob"):
             proximal, entropy = answers(models.actor.module, batch, micros, ranks, with_entropy=True)
-    if models.reference is not None:
+    if models.reference is not None and config.needs_ref_logprobs:
         with clock("ref"):
             ref, _ = answers(models.reference, batch, micros, ranks, with_entropy=False)
     if models.critic is not None:

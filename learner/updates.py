@@ -17,6 +17,7 @@ from common.failpoints import failpoint
 from learner.batch import Batch, group_slices
 from learner.correction import loglinear_proximal
 from learner.estimates import Targets, kl_is_on, token_weights
+from learner.exact_kl import Besides
 from learner.kl import kl_penalty
 from learner.losses import aggregate, policy_loss, value_loss
 from learner.offload import at_work
@@ -138,11 +139,12 @@ def accumulate(
 
 def actor_loss(
     config: Config, module: nn.Module, batch: Batch, targets: Targets, settings: dict[str, float], *, step: int,
-    version: int,
+    version: int, besides: Besides | None = None,
 ) -> Loss:  # fmt: skip
     """Decoupled PPO, minus the entropy bonus, plus the KL to the reference.
 
     version: the one that is being trained, whose weights are π_θ at the start of the step.
+    besides: the reference's half of each micro-batch, for the exact KL (`learner/exact_kl.py`).
     """
     options = config.actor
     mode = "seq-mean-token-sum-norm" if config.algorithm.adv_estimator == "dr_grpo" else options.loss_agg_mode
@@ -152,7 +154,8 @@ def actor_loss(
     def loss(micro: MicroBatch, counts: Counts) -> tuple[Tensor, Metrics]:
         rows, live = micro.rows, targets.live[micro.rows]
         denominators = {"loss_agg_mode": mode, **vars(counts)}
-        token_logprobs, token_entropy = module(micro, with_entropy=with_entropy)
+        beside = None if besides is None else besides(micro)
+        token_logprobs, token_entropy, *token_kl = module(micro, with_entropy=with_entropy, beside=beside)
         logprobs = micro.scatter(token_logprobs)  # [n, response]
         if targets.proximal_logprobs is None:
             behavior = batch.behavior_logprobs[rows]
@@ -177,7 +180,10 @@ def actor_loss(
             value = value - settings["actor.entropy_coeff"] * entropy
             metrics["actor/entropy_loss"] = entropy.detach()
         if options.use_kl_loss:
-            penalty = kl_penalty(logprobs, targets.ref_logprobs[rows], kind=options.kl_loss_type)
+            if besides is None:
+                penalty = kl_penalty(logprobs, targets.ref_logprobs[rows], kind=options.kl_loss_type)
+            else:
+                penalty = micro.scatter(*token_kl)
             kl = aggregate(penalty, live, **denominators)
             value = value + kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()

@@ -25,13 +25,14 @@ from learner import models as loading
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
 from learner.loop import Outcome, train_step
-from learner.model import build_actor, load_actor, published_weights, reshard, weights_digest, whole
+from learner.lora import whole
+from learner.model import build_actor, digest_of, load_actor, published_weights, reshard, weights_digest
 from learner.models import Models, load_models
 from learner.packing import MicroBatch, Packing, micro_batches
 from learner.ranks import Ranks, arrange, join_ranks, leave_ranks
 from learner.report import Clock
 from learner.settings import live_settings
-from learner.sharding import place
+from learner.sharding import place, shard
 from learner.updates import Counts, Trainee, accumulate, packing_of
 from tests.learner_parts import SimulatedControl, make_config, make_groups
 
@@ -85,12 +86,15 @@ def main(weights: Path, out: Path) -> None:
         bounded_memory(out / "large", ranks)
         results = {way: _train(weights, _options(way, ranks.world_size), ranks) for way in GRID}
         one_reduction(weights, ranks)
+        one_digest(ranks)
+        gathered_as_served(weights, ranks)
         skip_alike(weights, ranks)
         save(weights, out, ranks)
         adapters = train_adapters(weights, ranks)
+        exact = train_with_exact_kl(weights, ranks)
         if ranks.first:
             torch.save(results, out / f"{ranks.world_size}.pt")
-            torch.save(adapters, out / f"{ranks.world_size}.adapters.pt")
+            torch.save({"adapters": adapters, **exact}, out / f"{ranks.world_size}.more.pt")
     finally:
         leave_ranks()
 
@@ -241,16 +245,20 @@ def _peak_bytes() -> int:
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
+    """Counts collectives by name, and the elements that are gathered by dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.gathered: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if op.namespace == "c10d":
+        result = op(*args, **(kwargs or {}))
+        if op.namespace in ("c10d", "_c10d_functional"):
             self.counts[op._schema.name] += 1
-        return op(*args, **(kwargs or {}))
+            if op._schema.name == "_c10d_functional::all_gather_into_tensor":  # DTensor's
+                self.gathered[result.dtype] += result.numel()
+        return result
 
 
 def one_reduction(weights: Path, ranks: Ranks) -> None:
@@ -279,6 +287,37 @@ def one_reduction(weights: Path, ranks: Ranks) -> None:
         assert sum(n for op, n in counts.items() if "reduce_scatter" in op) == groups * (shard_size != 1), counts
         copies = groups if shard_size != -1 else 0
         assert sum(n for op, n in counts.items() if "allreduce" in op) == copies + 1, counts  # and the metrics
+
+
+def one_digest(ranks: Ranks) -> None:
+    """The digest of shards is that of the whole tensors, and takes one number from each rank; so with copies."""
+    torch.manual_seed(0)
+    whole_ones = [torch.randn(1), torch.randn(5, 3), torch.randn(7, 2).bfloat16(), torch.randn(4)]
+    expected = digest_of([torch.nn.Parameter(t, requires_grad=t.dtype == torch.float32) for t in whole_ones])
+    for shard_size in (-1, 1 if ranks.world_size < 4 else 2):
+        module = torch.nn.ParameterList(
+            [torch.nn.Parameter(t.clone(), requires_grad=t.dtype == torch.float32) for t in whole_ones]
+        )
+        ranks = arranged(ranks, make_config(f"actor.fsdp_config.fsdp_size={shard_size}", "trainer.nproc_per_node=4"))
+        shard(module, ranks.mesh, dtype="bfloat16")
+        with _Collectives() as seen:
+            assert digest_of(list(module.parameters())) == expected, shard_size
+        assert dict(seen.counts) == {"c10d::allreduce_": 1}, seen.counts
+
+
+def gathered_as_served(weights: Path, ranks: Ranks) -> None:
+    """A publication gathers what is served, in its dtype; with adapters nothing more but A."""
+    if ranks.world_size == 1:
+        return
+    for options in ((), ("model.lora_rank=4",)):
+        actor = load_models(make_config("model.dtype=bfloat16", *options), weights, ranks).actor.module
+        with _Collectives() as seen:
+            published = dict(published_weights(actor, dtype="bfloat16"))
+        a = sum(p.numel() for name, p in actor.named_parameters() if ".lora_A." in name)
+        padding = ranks.world_size * sum(2 * max(p.shape[1:], default=1) for p in actor.parameters())
+        total = sum(t.numel() for t in published.values())
+        assert total <= seen.gathered[torch.bfloat16] <= total + padding, seen.gathered
+        assert a <= seen.gathered[torch.float32] <= a + bool(options) * padding, seen.gathered
 
 
 def skip_alike(weights: Path, ranks: Ranks) -> None:
@@ -319,6 +358,27 @@ def train_adapters(weights: Path, ranks: Ranks) -> dict[str, Tensor]:
     for step in (1, 2):
         assert _step(models, ranks, step, *options).applied
     return {name: t.clone() for name, t in published_weights(models.actor.module, dtype="float32")}
+
+
+def train_with_exact_kl(weights: Path, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """Two steps that the KL over the vocabulary dominates: with a reference (rows divided, where ranks allow it), and
+    with adapters, without which the actor is the reference."""
+    common = ("actor.use_kl_loss=true", "actor.kl_loss_type=full", "actor.kl_loss_coef=10", "actor.optim.eps=1e-3",
+              "actor.optim.lr=1e-2", "actor.ppo_mini_batch_size=3", f"actor.{BUDGET}=40",
+              f"trainer.nproc_per_node={ranks.world_size}")  # fmt: skip
+    split = 2 if ranks.world_size % 2 == 0 else 1
+    trained = {}
+    for name, options in (
+        ("exact KL", (*common, f"actor.ulysses_sequence_parallel_size={split}")),
+        ("exact KL, adapters", (*common, "model.lora_rank=4")),
+    ):
+        config = make_config(*COMMON, *options)
+        divided = arranged(ranks, config)
+        models = load_models(config, weights, divided)
+        for step in (1, 2):
+            assert _step(models, divided, step, *options).applied
+        trained[name] = {n: t.clone() for n, t in published_weights(models.actor.module, dtype="float32")}
+    return trained
 
 
 if __name__ == "__main__":

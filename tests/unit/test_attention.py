@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from learner.batch import make_batch
 from learner.model import load_actor
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
+from learner.sharding import checkpoint_activations
 from tests.families import FAMILIES, write_family
 from tests.learner_parts import alone, initial_weights, make_config, make_groups
 
@@ -75,6 +78,36 @@ def test_a_query_sees_its_own_sequence_and_not_beyond_its_window() -> None:
     assert [row.nonzero().flatten().tolist() for row in seen] == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [5]]
     seen = causal_mask(positions, window=2)[0, 0]
     assert [row.nonzero().flatten().tolist() for row in seen] == [[0], [0, 1], [1, 2], [3], [3, 4], [5]]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_mask_is_made_once_a_forward_and_goes_with_it(
+    recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers share it, those that are computed again too; nothing of it outlives the backward pass."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def watched(positions: Tensor, *, window: int | None = None) -> Tensor:
+        mask = causal_mask(positions, window=window)
+        made.append(weakref.ref(mask))
+        return mask
+
+    monkeypatch.setattr(attention, "causal_mask", watched)
+    actor = load_actor(write_family(tmp_path, "llama tied"))
+    attend_by_rows(actor.lm)
+    if recompute:
+        checkpoint_activations(actor)
+    batch = make_batch(make_groups(make_config(), 1))
+    micros = micro_batches(batch, np.arange(len(batch)), Packing(60, share_prompts=False, hidden_size=10_000))
+    packed = [m for m in micros if not m.alone]
+    assert len(packed) >= 2
+    for micro in packed:
+        actor(micro)[0].sum().backward()
+    with torch.no_grad():
+        actor(packed[0])
+    assert len(made) == len(packed) + 1
+    gc.collect()
+    assert [m() for m in made] == [None] * len(made)
 
 
 def test_flash_attention_is_refused_where_there_is_no_gpu(tmp_path: Path) -> None:

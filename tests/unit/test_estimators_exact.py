@@ -14,7 +14,7 @@ import torch
 
 from learner.advantages import gae, grpo, reinforce_plus_plus, remax, rloo
 from learner.correction import importance_weights
-from learner.kl import kl_full, kl_penalty
+from learner.kl import kl_of_logprobs, kl_penalty
 from learner.losses import policy_loss
 
 SYMBOLS, LENGTH = 4, 3
@@ -287,7 +287,7 @@ def test_kl_in_the_reward_has_the_gradient_of_the_kl_of_whole_responses():
 
 def test_the_sum_over_the_vocabulary_has_the_same_gradient():
     def loss(logits):
-        kl = kl_full(logits[PREFIX], REF[PREFIX], MASK)
+        kl = kl_of_logprobs(logits[PREFIX].log_softmax(-1), REF[PREFIX].log_softmax(-1)) * MASK
         return (probability(CURRENT).unsqueeze(-1) * kl).sum()
 
     assert equal(gradient(loss), KL_GRADIENT)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.kl import AdaptiveKLController, FixedKLController, kl_full, kl_penalty
+from learner.kl import AdaptiveKLController, FixedKLController, kl_of_logprobs, kl_penalty
+from learner.logprobs import Beside, token_logprobs
 from tests import reference
 
 SYNONYMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3"}
@@ -69,51 +70,58 @@ def test_a_bad_element_has_no_gradient_and_keeps_to_itself(kind, poison):
 
 def test_unknown_kinds_are_refused_by_name():
     one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="kl_full"):
+    with pytest.raises(ValueError, match="kl_of_logprobs"):
         kl_penalty(one, one, kind="full")
     with pytest.raises(ValueError, match=r"'k4'.*low_var_kl"):
         kl_penalty(one, one, kind="k4")
 
 
+def full_kl(logits, ref_logits, *, chunk_tokens=None, temperatures=None):
+    """[tokens, vocab], twice → [tokens], the way it is computed: chunk by chunk, recomputed in the backward pass"""
+    tokens, vocab = logits.shape
+    temperatures = torch.ones(tokens) if temperatures is None else temperatures
+    beside = Beside(ref_logits, torch.clone)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    return token_logprobs(
+        logits, torch.clone, targets, temperatures, vocab_size=vocab, with_entropy=False, chunk_tokens=chunk_tokens,
+        beside=beside,
+    )[2]  # fmt: skip
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 256])
 def test_full_kl_is_the_sum_over_the_vocabulary(chunk_tokens):
     rng = np.random.default_rng(0)
-    mask = reference.random_batch(0).mask
-    logits, ref_logits = rng.standard_normal((2, *mask.shape, 5))
-    trained = torch.tensor(logits, requires_grad=True)
-    kl = kl_full(trained, torch.tensor(ref_logits), torch.tensor(mask), chunk_tokens=chunk_tokens)
-    np.testing.assert_allclose(kl.detach(), reference.kl_full(logits, ref_logits, mask), rtol=1e-9, atol=1e-15)
+    logits, ref_logits = rng.standard_normal((2, 7, 5))
+    temperatures = rng.uniform(0.5, 1.5, 7)
+
+    def naive(z):
+        scaled = (x[np.newaxis] / temperatures[:, np.newaxis] for x in (z, ref_logits))
+        return reference.kl_full(*scaled, np.ones((1, 7)))
+
+    trained, frozen = (torch.tensor(x, requires_grad=True) for x in (logits, ref_logits))
+    kl = full_kl(trained, frozen, chunk_tokens=chunk_tokens, temperatures=torch.tensor(temperatures))
+    np.testing.assert_allclose(kl.detach(), naive(logits)[0], rtol=1e-9, atol=1e-15)
     kl.sum().backward()
-    for i, t in [(0, 3), (1, 4), (3, 0)]:
-
-        def at_token(z, i=i, t=t):
-            changed = logits.copy()
-            changed[i, t] = z
-            only = np.zeros_like(mask)
-            only[i, t] = 1
-            return reference.kl_full(changed, ref_logits, only).sum()
-
-        expected = reference.gradient(at_token, logits[i, t])
-        np.testing.assert_allclose(trained.grad[i, t], expected, rtol=1e-6, atol=1e-9)
-    assert (trained.grad[~torch.tensor(mask).bool()] == 0).all()
+    np.testing.assert_allclose(trained.grad, reference.gradient(lambda z: naive(z).sum(), logits), rtol=1e-6, atol=1e-9)
+    assert frozen.grad is None
 
 
-def test_full_kl_ignores_masked_positions_and_symbols_that_cannot_be_drawn():
-    mask = torch.tensor([[1.0, 0.0]])
-    logits = torch.tensor([[[0.0, 1.0, -math.inf], [math.nan] * 3]], requires_grad=True)
-    ref_logits = torch.tensor([[[1.0, 0.0, -math.inf], [math.inf] * 3]])
-    kl = kl_full(logits, ref_logits, mask)
+def test_full_kl_ignores_symbols_that_cannot_be_drawn():
+    logits = torch.tensor([[0.0, 1.0, -math.inf]] * 2, requires_grad=True)
+    ref_logits = torch.tensor([[1.0, 0.0, -math.inf], [1.0, 0.0, 0.0]])
+    kl = full_kl(logits, ref_logits)
     p = 1 / (1 + math.e)
-    assert kl[0, 0].item() == pytest.approx(1 - 2 * p, rel=1e-6)  # Σ p log(p/q) = (1−p) − p
-    assert kl[0, 1] == 0
+    assert kl[0].item() == pytest.approx(1 - 2 * p, rel=1e-6)  # Σ p log(p/q) = (1−p) − p
+    more = math.log(1 + math.e + 1) - math.log(1 + math.e)  # the reference has something for the third
+    assert kl[1].item() == pytest.approx(1 - 2 * p + more, rel=1e-6)
     kl.sum().backward()
-    assert logits.grad.isfinite().all() and (logits.grad[0, 1] == 0).all()
+    assert logits.grad.isfinite().all()
 
 
 def test_full_kl_computes_in_float32_for_bfloat16_logits():
-    logits = torch.randn(1, 2, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-    kl = kl_full(logits, logits.flip(-1), torch.ones(1, 2))
-    expected = kl_full(logits.double(), logits.flip(-1).double(), torch.ones(1, 2))
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    kl = full_kl(logits, logits.flip(-1))
+    expected = kl_of_logprobs(*(x.double().log_softmax(-1) for x in (logits, logits.flip(-1))))
     assert kl.dtype == torch.float32
     torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=0)
 

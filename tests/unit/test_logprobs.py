@@ -56,7 +56,7 @@ def test_chunked_equals_plain_in_value_and_gradient(with_entropy: bool) -> None:
     results = []
     for chunk in (None, 1, 7, 23):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, _ = token_logprobs(
             h, lambda x, w=w: x @ w.T, targets, temperatures, vocab_size=VOCAB, with_entropy=with_entropy,
             chunk_tokens=chunk,
         )  # fmt: skip
@@ -71,7 +71,7 @@ def test_chunked_equals_plain_in_value_and_gradient(with_entropy: bool) -> None:
 def test_entropy_is_that_of_the_distribution_sampled_from() -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0]])
     p = (logits / 2).softmax(-1)
-    _, entropy = token_logprobs(
+    _, entropy, _ = token_logprobs(
         logits, torch.clone, torch.tensor([0]), torch.tensor([2.0]), vocab_size=3, with_entropy=True
     )
     assert torch.allclose(entropy, -(p * p.log()).sum(-1))
@@ -79,7 +79,9 @@ def test_entropy_is_that_of_the_distribution_sampled_from() -> None:
 
 def test_a_symbol_that_is_never_drawn_adds_no_entropy() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
-    _, entropy = token_logprobs(logits, torch.clone, torch.tensor([0]), torch.ones(1), vocab_size=3, with_entropy=True)
+    _, entropy, _ = token_logprobs(
+        logits, torch.clone, torch.tensor([0]), torch.ones(1), vocab_size=3, with_entropy=True
+    )
     assert torch.allclose(entropy, torch.tensor([2.0]).log())
 
 

@@ -16,11 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config import Model
 from common.errors import CheckpointError, ConfigError
+from common.logs import LOGGER
 from learner import ending, resume
 from learner.batch import make_batch
+from learner.correction import offpolicy_metrics
 from learner.initial import load_tokenizer
 from learner.loop import Learner
-from learner.lora import adapters_off, add_adapters
+from learner.lora import adapters_off, add_adapters, merged_parameters
 from learner.model import Actor, load_actor, published_weights, weights_digest
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
@@ -134,7 +136,55 @@ def test_the_frozen_part_is_kept_in_the_dtype_that_is_served(weights: Path) -> N
     models = load_models(make_config(*LORA, "model.dtype=bfloat16"), weights, alone())
     kinds = {(".lora_" in n, p.dtype) for n, p in models.actor.module.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    assert all(t.dtype == torch.bfloat16 for _, t in published_weights(models.actor.module, dtype="bfloat16"))
+    for only in (False, True):
+        weights = published_weights(models.actor.module, dtype="bfloat16", adapters_only=only)
+        assert list(weights.kinds()) == [(n, "bfloat16", tuple(t.shape)) for n, t in weights]
+        assert {t.dtype for _, t in weights} == {torch.bfloat16}
+        assert all((".lora_" in n) is only for n, _, _ in weights.kinds())
+
+
+def _merged(learner: Learner) -> dict[str, torch.Tensor]:
+    """W + (alpha / rank) · B A as the learner computes: float32."""
+    return {name: rows.float() for name, rows, _ in merged_parameters(learner.models.actor.module.lm)}
+
+
+def test_merged_in_bfloat16_engines_get_a_part_of_the_update_and_adapters_alone_all_of_it(
+    learner_of: Callable[..., Learner], weights: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bfloat16 = ("model.dtype=bfloat16", "actor.optim.lr=1e-5", "actor.use_kl_loss=false")
+    with caplog.at_level("WARNING", LOGGER):
+        learner_of("weights.adapters_only=true", *bfloat16)
+        assert "adapters" not in caplog.text
+        learner = learner_of(*bfloat16)
+        assert "rounds most of a small update away" in caplog.text and "weights.adapters_only=true" in caplog.text
+    base = _merged(learner)
+    for _ in range(8):
+        learner.step()
+    trained, merged = _merged(learner), _published(learner, "bfloat16")
+    sent = published_weights(learner.models.actor.module, dtype="bfloat16", adapters_only=True)
+    adapters = {name: t.float() for name, t in sent}
+    alone = dict(base)
+    for name in {n.partition(".lora_")[0] for n in adapters}:
+        alone[f"{name}.weight"] = base[f"{name}.weight"] + 2 * adapters[f"{name}.lora_B.weight"] @ (
+            adapters[f"{name}.lora_A.weight"]
+        )
+    update = torch.cat([(trained[n] - base[n]).flatten() for n in base])
+
+    def seen(served: dict[str, torch.Tensor]) -> tuple[float, float]:
+        """(share of the update that engines have, their KL to the learner as `rollout_corr` sees it)"""
+        theirs = torch.cat([(served[n].float() - base[n]).flatten() for n in base])
+        batch = make_batch(make_groups(make_config(), 7))
+        logprobs = []
+        for given in (trained, served):
+            plain = load_actor(weights)
+            plain.lm.load_state_dict({n: t.float() for n, t in given.items()}, strict=False)
+            logprobs.append(_logprobs(plain))
+        drift = offpolicy_metrics(*logprobs, batch.mask)["k3_kl"]
+        return float(theirs @ update / (update @ update)), float(drift)
+
+    (share, drift), (share_alone, drift_alone) = seen(merged), seen(alone)
+    assert share < 0.6 and share_alone == pytest.approx(1, abs=0.01)
+    assert drift > 100 * drift_alone
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])

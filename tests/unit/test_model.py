@@ -65,7 +65,9 @@ def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_published_weights_are_the_models_without_a_tied_head(tied: bool) -> None:
     model = tiny_model(0, tie_word_embeddings=tied)
-    published = dict(published_weights(Actor(model), dtype="float32"))
+    weights = published_weights(Actor(model), dtype="float32")
+    published = dict(weights)
+    assert list(weights.kinds()) == [(n, "float32", tuple(t.shape)) for n, t in published.items()]
     assert ("lm_head.weight" in published) is (not tied)
     fresh = AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=tied))
     missing, unexpected = fresh.load_state_dict(published, strict=False)

@@ -34,8 +34,8 @@ def _seen_by(micro: MicroBatch, output: int) -> tuple[list[int], list[int]]:
     """(token ids, positions) that the output at a flat index depends on."""
     row, column = divmod(output, micro.input_ids.shape[1])
     positions = micro.position_ids[row].tolist()
-    if micro.attention_mask is not None:
-        keys = micro.attention_mask[row, 0, column].nonzero().flatten().tolist()
+    if (mask := micro.attention_mask()) is not None:
+        keys = mask[row, 0, column].nonzero().flatten().tolist()
     else:  # Hugging Face: a sequence begins wherever positions do not go on counting
         first = column
         while first > 0 and positions[first] == positions[first - 1] + 1:
@@ -80,7 +80,7 @@ def test_a_prompt_stands_once_for_its_group() -> None:
     assert micro.input_ids.numel() == 4 * (14 + 8 * 5)
     (alone,) = micro_batches(batch, np.arange(32), Packing(10_000, share_prompts=False, hidden_size=128))
     assert alone.input_ids.numel() == 32 * 19
-    assert alone.attention_mask is None
+    assert not alone.shared and alone.attention_mask() is None
 
 
 def test_a_prompt_is_not_shared_where_attention_would_cost_more() -> None:
@@ -88,7 +88,21 @@ def test_a_prompt_is_not_shared_where_attention_would_cost_more() -> None:
     samples = [make_sample(RNG, 0, i, prompt_ids=prompt, response_tokens=400) for i in range(8)]
     for hidden, shared in ((128, False), (100_000, True)):
         micro = micro_batches(make_batch(samples), np.arange(8), Packing(20_000, hidden_size=hidden))[0]
-        assert (micro.attention_mask is not None) is shared
+        assert micro.shared is shared
+
+
+def test_a_laid_out_batch_takes_few_bytes_a_token() -> None:
+    """Masks, whose size grows with the square of the width, are made by each forward."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for g in range(4):
+        prompt = rng.integers(3, 64, 256).astype(np.int32)
+        samples += [make_sample(rng, g, i, response_tokens=300, prompt_ids=prompt) for i in range(8)]
+    batch = make_batch(samples)
+    micros = micro_batches(batch, np.arange(32), Packing(8192, hidden_size=3584))
+    assert all(m.shared for m in micros)
+    held = [v for m in micros for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    assert sum(t.nbytes for t in held) / batch.num_tokens <= 64
 
 
 def test_only_sampled_tokens_are_asked_for() -> None:

@@ -57,10 +57,11 @@ def test_ranks_and_layouts_change_no_gradient_and_no_weight(tmp_path: Path, size
                 assert weight.dtype == torch.float64
                 assert (weight - reference["weights"][name]).abs().max() <= 1e-9, (n, way, name)
 
-    merged = {n: torch.load(tmp_path / f"{n}.adapters.pt") for n in sizes}
-    for name, weight in merged[1].items():
-        for n in sizes:
-            assert (merged[n][name] - weight).abs().max() <= 1e-6, (n, name)
+    more = {n: torch.load(tmp_path / f"{n}.more.pt") for n in sizes}
+    for way, tensors in more[1].items():
+        for name, weight in tensors.items():
+            for n in sizes:
+                assert (more[n][way][name] - weight).abs().max() <= 1e-6, (n, way, name)
 
     models = load_models(make_config(*rank_program.COMMON), weights, alone())
     checkpoints = Checkpoints(tmp_path / "checkpoints", run_id="test", keep=9, ranks=alone())

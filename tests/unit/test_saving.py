@@ -81,27 +81,61 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     learner_of: Callable[..., Learner], gate: threading.Event
 ) -> None:
     """The broker hears of it once it is in its place, and it holds the weights of its own step."""
-    learner = learner_of("trainer.save_freq=2")
-    digests = []
-    for _ in range(3):
-        learner.step()
-        digests.append(weights_digest(learner.models.actor.module))
-    assert (learner.feed.checkpoints, learner.checkpoints.steps(), learner.saved) == ([0], [0], 2)
+    learner = learner_of("trainer.save_freq=3")
+    learner.step()
+    learner.save(wanted=True)  # by the broker
+    digest = weights_digest(learner.models.actor.module)
+    learner.step()
+    learner.step()
+    assert (learner.feed.checkpoints, learner.checkpoints.steps(), learner.saved) == ([0], [0], 1)
     gate.set()
     learner.confirm_saved(wait=True)
-    assert (learner.feed.checkpoints, learner.checkpoints.steps()) == ([0, 2], [0, 2])
+    assert (learner.feed.checkpoints, learner.checkpoints.steps()) == ([0, 1], [0, 1])
     state = learner.checkpoints.load(learner.checkpoints.latest(), learner.models)
-    assert (state["step"], weights_digest(learner.models.actor.module)) == (2, digests[1])
+    assert (state["step"], weights_digest(learner.models.actor.module)) == (1, digest)
+
+
+@pytest.mark.parametrize("freq", [1, 2])
+def test_a_crash_has_at_most_one_interval_redone_however_slow_the_disk(
+    learner_of: Callable[..., Learner], gate: threading.Event, monkeypatch: pytest.MonkeyPatch, freq: int
+) -> None:
+    """The step after a save is trained while the disk writes, and acknowledged when the checkpoint is in its place."""
+    learner = learner_of(f"trainer.save_freq={freq}")
+    for _ in range(freq):
+        learner.step()
+    trained, told = threading.Event(), []
+    train, acknowledge = learner.train, learner.feed.acknowledge
+
+    def train_and_say(*args: object, **options: object) -> object:
+        outcome = train(*args, **options)
+        trained.set()
+        return outcome
+
+    def acknowledge_and_note(**fields: object) -> object:
+        told.append(list(learner.feed.checkpoints))
+        return acknowledge(**fields)
+
+    monkeypatch.setattr(learner, "train", train_and_say)
+    monkeypatch.setattr(learner.feed, "acknowledge", acknowledge_and_note)
+    due = threading.Thread(target=learner.step)
+    due.start()
+    assert trained.wait(60)
+    due.join(0.3)
+    assert due.is_alive() and not told
+    gate.set()
+    due.join(60)
+    assert told == [[0, freq]] and len(learner.feed.step_rows) == freq + 1
 
 
 def test_one_is_in_the_making_at_most(learner_of: Callable[..., Learner], gate: threading.Event) -> None:
     """The next one that is due waits for it, and both come to the broker in order; the last is waited for."""
-    learner = learner_of("trainer.save_freq=1")
+    learner = learner_of("trainer.save_freq=3")
     learner.step()
-    due = threading.Thread(target=learner.step)
+    learner.save(wanted=True)
+    learner.step()
+    due = threading.Thread(target=lambda: learner.save(wanted=True))
     due.start()
-    while not learner.feed.step_rows[1:]:
-        due.join(0.01)
+    due.join(0.3)
     assert due.is_alive() and learner.feed.checkpoints == [0]
     gate.set()
     due.join(60)

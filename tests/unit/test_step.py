@@ -29,7 +29,8 @@ from learner.batch import make_batch
 from learner.estimates import StartOfStep, make_kl_controller, make_targets
 from learner.initial import load_tokenizer
 from learner.loop import Learner
-from learner.model import published_weights, weights_digest, whole
+from learner.lora import whole
+from learner.model import published_weights, weights_digest
 from learner.models import load_models
 from tests.learner_parts import (
     SimulatedFeed,
