@@ -22,6 +22,12 @@ class Adapters:
     rank: int
     alpha: int
     targets: str | list[str]
+    key: str = "model"  # part of the config that says so
+
+    @classmethod
+    def of(cls, part: Any, key: str = "model") -> Adapters:
+        """part: that part of the config."""
+        return cls(part.lora_rank, part.lora_alpha, part.target_modules, key)
 
     def inject(self, lm: Any) -> Any:
         """Put an adapter beside each linear layer of `lm` that `targets` names; peft's LoraConfig.
@@ -32,7 +38,7 @@ class Adapters:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as e:
-            raise ConfigError("model.lora_rank: needs peft; install it (the extra `lora`), or set it to 0") from e
+            raise ConfigError(f"{self.key}.lora_rank: needs peft; install it (the extra `lora`), or set it to 0") from e
         config = LoraConfig(
             r=self.rank, lora_alpha=self.alpha, target_modules=self.targets, lora_dropout=0.0, bias="none",
             task_type="CAUSAL_LM",
@@ -40,7 +46,7 @@ class Adapters:
         try:
             inject_adapter_in_model(config, lm, low_cpu_mem_usage=next(lm.parameters()).is_meta)
         except ValueError as e:
-            raise ConfigError(f"model.target_modules={self.targets}: {str(e).splitlines()[0]}") from e
+            raise ConfigError(f"{self.key}.target_modules={self.targets}: {str(e).splitlines()[0]}") from e
         return config
 
 

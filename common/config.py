@@ -334,6 +334,13 @@ class Critic(Trained):
     optim: Optim = Field(default_factory=lambda: Optim(lr=1e-5))
     model_path: str | None = None
     """Backbone of the critic. Default: the actor's initial weights."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of LoRA adapters on the critic's backbone, which alone are trained, and the value head, which is trained
+    whole. 0: all of the critic's weights are trained."""
+    lora_alpha: PositiveInt = 16
+    """As `model.lora_alpha`."""
+    target_modules: str | list[str] = "all-linear"
+    """As `model.target_modules`."""
     cliprange_value: PositiveFloat | None = 0.5
     """Clip of the value update; null: none."""
     warmup_steps: NonNegativeInt = 0
@@ -604,13 +611,14 @@ def combination_faults(c: Config) -> list[str]:
         c.model.attn_implementation == "varlen" and c.model.dtype == "float32",
         "model.attn_implementation=varlen: flash attention computes in bfloat16; set model.dtype=bfloat16, or use sdpa",
     )
-    targets = [c.model.target_modules] if isinstance(c.model.target_modules, str) else c.model.target_modules
-    ends = sorted({t.rsplit(".", 1)[-1] for t in targets} & MODEL_ENDS)
-    refuse(
-        bool(c.model.lora_rank and ends),
-        f"model.target_modules={c.model.target_modules}: {', '.join(ends)} is at the model's end, where an adapter can "
-        "neither be merged nor served; name linear layers between the embeddings and the head, or all-linear",
-    )
+    for whose, tuned in (("model", c.model), ("critic", c.critic)):
+        targets = [tuned.target_modules] if isinstance(tuned.target_modules, str) else tuned.target_modules
+        ends = sorted({t.rsplit(".", 1)[-1] for t in targets} & MODEL_ENDS)
+        refuse(
+            bool(tuned.lora_rank and ends),
+            f"{whose}.target_modules={tuned.target_modules}: {', '.join(ends)} is at the model's end, where an adapter "
+            "can neither be merged nor served; name linear layers between the embeddings and the head, or all-linear",
+        )
     refuse(
         c.weights.adapters_only and c.model.lora_rank == 0,
         "weights.adapters_only=true: there are no adapters; set model.lora_rank, or leave it out",

@@ -102,8 +102,9 @@ def _model(config: Config) -> Iterator[str]:
             yield f"{key}={path}: is a file; give a Hugging Face model folder"
         elif not _HUB_NAME.fullmatch(path):
             yield f"{key}={path}: no such folder"
-    if config.model.lora_rank and importlib.util.find_spec("peft") is None:
-        yield f"model.lora_rank={config.model.lora_rank}: needs peft; install it (the extra `lora`), or set it to 0"
+    for key, rank in (("model", config.model.lora_rank), ("critic", config.critic.lora_rank)):
+        if rank and importlib.util.find_spec("peft") is None:
+            yield f"{key}.lora_rank={rank}: needs peft; install it (the extra `lora`), or set it to 0"
 
 
 def staging_faults(config: Config) -> Iterator[str]:

@@ -52,9 +52,7 @@ class Engine(Requests):
         self._patience_s = PATIENCE * config.weights.timeout_s
         self._died = False
         self._timeout_s = config.weights.timeout_s
-        model = config.model
-        adapters = Adapters(model.lora_rank, model.lora_alpha, model.target_modules)
-        self._adapters = adapters if config.weights.adapters_only else None
+        self._adapters = Adapters.of(config.model) if config.weights.adapters_only else None
 
     # ------------------------------------------------------------ start and end
     @classmethod

@@ -277,13 +277,17 @@ def _result(writing: _Writing) -> None:
 
 
 def _adapters(models: Models) -> dict[str, Any] | None:
-    """What adapters are made of; they mean nothing beside another base."""
-    lora = models.actor.module.lora
-    if lora is None:
-        return None
-    names = (name.partition(".lora_A.") for name, _ in models.actor.module.named_parameters())
+    """What adapters are made of, by trainee; they mean nothing beside another base."""
+    return {
+        t.name: _made_of(t.module, models.base_digests[t.name]) for t in models.trainees() if t.module.lora is not None
+    } or None
+
+
+def _made_of(module: Any, base: str) -> dict[str, Any]:
+    lora = module.lora
+    names = (name.partition(".lora_A.") for name, _ in module.named_parameters())
     layers = sorted(layer for layer, found, _ in names if found)
-    return {"rank": lora.r, "alpha": lora.lora_alpha, "base": models.base_digest, "layers": layers}
+    return {"rank": lora.r, "alpha": lora.lora_alpha, "base": base, "layers": layers}
 
 
 def _tensors(models: Models) -> dict[str, Any]:

@@ -20,23 +20,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common.adapters import Adapters, is_adapter, sent_name
-from common.config import Model
 from common.errors import ConfigError
 from learner.files import replace_folder
 
 BASE = ".base_layer."  # what peft puts into the names of frozen parameters
 
 
-def add_adapters(lm: nn.Module, options: Model, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Freeze `lm` in `dtype` and put adapters beside the linear layers that `options` names; peft's LoraConfig.
+def add_adapters(lm: nn.Module, adapters: Adapters, *, dtype: torch.dtype = torch.float32) -> Any:
+    """Freeze `lm` in `dtype` and put adapters beside the linear layers that they name; peft's LoraConfig.
 
     B begins at 0, so the model computes what it did.
 
     Raises:
         ConfigError: peft is not installed; a target that is no linear layer of the backbone.
     """
-    config = Adapters(options.lora_rank, options.lora_alpha, options.target_modules).inject(lm)
-    _refuse_other_layers(lm, options)
+    config = adapters.inject(lm)
+    _refuse_other_layers(lm, adapters)
     for name, p in lm.named_parameters():
         if is_adapter(name):
             p.data = p.data.float()
@@ -46,14 +45,15 @@ def add_adapters(lm: nn.Module, options: Model, *, dtype: torch.dtype = torch.fl
     return config
 
 
-def _refuse_other_layers(lm: nn.Module, options: Model) -> None:
+def _refuse_other_layers(lm: nn.Module, adapters: Adapters) -> None:
     """Only linear layers of the backbone are merged as they are trained."""
     ends = (lm.get_output_embeddings(), lm.get_input_embeddings())
     for name, module in _adapted(lm):
         if any(module is end for end in ends) or not isinstance(module.base_layer, nn.Linear):
+            kind = type(module.base_layer).__name__
             raise ConfigError(
-                f"model.target_modules={options.target_modules}: {name} is a {type(module.base_layer).__name__} at the "
-                "model's end or of a kind that cannot be merged; name linear layers between the embeddings and the head"
+                f"{adapters.key}.target_modules={adapters.targets}: {name} is a {kind} at the model's end or of a kind "
+                "that cannot be merged; name linear layers between the embeddings and the head"
             )
 
 

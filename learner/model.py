@@ -24,8 +24,9 @@ from common.adapters import is_adapter, sent_name
 from common.errors import ConfigError
 from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
+from learner.head import LinearHead
 from learner.logprobs import Beside, Head, at_least_float32, token_logprobs
-from learner.lora import adapter_parameters, gathered, merged_name, merged_parameters, reset_adapters, whole
+from learner.lora import adapter_parameters, gathered, merged_name, merged_parameters, reset_adapters
 from learner.offload import Offload
 from learner.packing import MicroBatch
 
@@ -72,9 +73,12 @@ class Actor(nn.Module):
         """What the folder of the Hugging Face model has not: adapters, if there are any."""
         reset_adapters(self.lm)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    @property
+    def head(self) -> LinearHead:
         """[tokens, hidden] → logits [tokens, vocab], with the model's own output scaling."""
-        return _scaled(self.lm.get_output_embeddings()(hidden), self.lm.config)
+        ends = self.lm.get_output_embeddings()
+        scale = functools.partial(_scaled, config=self.lm.config)
+        return LinearHead(ends.weight, getattr(ends, "bias", None), scale)
 
     @torch.no_grad()
     def frozen_head(self) -> Head:
@@ -84,12 +88,12 @@ class Actor(nn.Module):
         """
         reshard(self)
         head, config = self.lm.get_output_embeddings(), self.lm.config
-        bias = getattr(head, "bias", None)
-        weight, bias = whole(head.weight.detach()), None if bias is None else whole(bias.detach())
+        parts = (head.weight, getattr(head, "bias", None))
+        weight, bias = (None if p is None else gathered(shard_of(p.detach())[0], p) for p in parts)
 
         @functools.cache
-        def kept(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
-            return weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
+        def kept(dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
+            return tuple(None if t is None else t.to(device, dtype) for t in (weight, bias))
 
         return lambda hidden: _scaled(nn.functional.linear(hidden, *kept(hidden.dtype, hidden.device)), config)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from common.adapters import is_adapter
+from common.adapters import Adapters
 from common.config import Config, Trained
 from common.errors import ConfigError
 from common.logs import LOGGER
@@ -35,7 +35,7 @@ class Models:
     critic: Trainee | None
     reference: Actor | WithoutAdapters | None
     kl_controller: KLController
-    base_digest: str = ""  # of the weights that adapters belong to
+    base_digests: dict[str, str] = field(default_factory=dict)  # by trainee: of the weights that its adapters belong to
 
     def trainees(self) -> list[Trainee]:
         return [t for t in (self.actor, self.critic) if t is not None]
@@ -67,8 +67,9 @@ def load_models(config: Config, folder: Path, ranks: Ranks) -> Models:
         reference = _placed(frozen, load_actor, folder, config, ranks, offload=config.ref.fsdp_config.offload_policy)
         reference.offload = Offload(config.ref.fsdp_config.param_offload, False, ranks.device)
         put_away(reference)
-    base = [p for name, p in actor.module.named_parameters() if not is_adapter(name)] if config.model.lora_rank else []
-    return Models(actor, critic, reference, make_kl_controller(config), digest_of(base) if base else "")
+    models = Models(actor, critic, reference, make_kl_controller(config))
+    models.base_digests = {t.name: _base_digest(t) for t in models.trainees() if t.module.lora is not None}
+    return models
 
 
 def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ranks: Ranks) -> Trainee:
@@ -79,8 +80,9 @@ def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ran
         getattr(module, module.holder.removesuffix(".")).config, config.max_sequence_tokens,
         key="model.path" if name == "actor" else "critic.model_path",
     )  # fmt: skip
-    if name == "actor" and config.model.lora_rank:
-        module.lora = add_adapters(module.lm, config.model, dtype=DTYPES[config.model.dtype])
+    if (adapters := adapters_of(config, name)) is not None:
+        holder = module.get_submodule(module.holder.removesuffix("."))
+        module.lora = add_adapters(holder, adapters, dtype=DTYPES[config.model.dtype])
     if options.use_torch_compile:
         compile_layers(module, ranks.device, key=f"{name}.use_torch_compile")
     if config.model.enable_gradient_checkpointing:
@@ -90,6 +92,19 @@ def _trainee(name: str, build: Any, load: Any, folder: Path, config: Config, ran
     module.offload = Offload(places.param_offload, places.optimizer_offload, ranks.device)
     put_away(module, optimizer)
     return Trainee(name, module, optimizer, options)
+
+
+def adapters_of(config: Config, name: str) -> Adapters | None:
+    """Those that the config gives "actor" or "critic"; None: all of its weights are trained."""
+    part = config.model if name == "actor" else config.critic
+    if part.lora_rank == 0:
+        return None
+    return Adapters.of(part, "model" if name == "actor" else "critic")
+
+
+def _base_digest(trainee: Trainee) -> str:
+    """Of the weights that its adapters belong to."""
+    return digest_of([p for p in trainee.module.parameters() if not p.requires_grad])
 
 
 def _built(config: Config, ranks: Ranks) -> dict[str, Any]:

@@ -179,8 +179,7 @@ class Session:
             "trust_remote_code": model.trust_remote_code,
         }  # fmt: skip
         if config.weights.adapters_only:
-            adapters = Adapters(model.lora_rank, model.lora_alpha, model.target_modules)
-            return AdapterCanary(folder, adapters, **served)
+            return AdapterCanary(folder, Adapters.of(model), **served)
         return CanaryForward(self.learner.models.actor.module.lm, **served)
 
     def _own_writer(self) -> MetricsWriter:

@@ -61,6 +61,7 @@ def test_verls_names_of_how_models_are_divided_are_understood():
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
             "critic.model.fsdp_config.offload_policy=true",
             "critic.ulysses_sequence_parallel_size=2", "data.max_response_length=30000",
+            "critic.model.lora_rank=8", "critic.model.lora_alpha=4", "critic.model.target_modules=[q_proj]",
         ],
     )  # fmt: skip
     assert (config.model.use_remove_padding, config.actor.ulysses_sequence_parallel_size) == (False, 2)
@@ -68,6 +69,7 @@ def test_verls_names_of_how_models_are_divided_are_understood():
         "param_offload": False, "optimizer_offload": True, "offload_policy": False, "fsdp_size": 4,
         "reduce_every_micro_step": False,
     }  # fmt: skip
+    assert (config.critic.lora_rank, config.critic.lora_alpha, config.critic.target_modules) == (8, 4, ["q_proj"])
     assert (config.ref.fsdp_config.param_offload, config.critic.fsdp_config.offload_policy) == (True, True)
 
 
@@ -118,6 +120,7 @@ def test_every_key_has_a_sentence():
         ("actor={use_torch_compile: true, ulysses_sequence_parallel_size: 2}", "actor.use_torch_compile=true: "),
         ("weights.adapters_only=true", "weights.adapters_only=true: there are no adapters; set model.lora_rank"),
         ("model={lora_rank: 4, target_modules: [q_proj, lm_head]}", "model.target_modules=['q_proj', 'lm_head']: lm"),
+        ("critic={lora_rank: 4, target_modules: [wte]}", "critic.target_modules=['wte']: wte is at the model's end"),
         ("model={lora_rank: 4, target_modules: model.embed_tokens}", "model.target_modules=model.embed_tokens: emb"),
         ("model={attn_implementation: varlen, dtype: float32}", "model.attn_implementation=varlen: flash attention"),
         ("actor.log_prob_max_token_len_per_gpu=8", "actor.log_prob_max_token_len_per_gpu=8: one sequence can have"),

@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.config import Model
+from common.adapters import Adapters
 from common.errors import CheckpointError, ConfigError
 from common.logs import LOGGER
 from learner import ending, resume
@@ -204,6 +204,52 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     assert (_logprobs(plain) - _logprobs(learner.models.actor.module)).abs().max() < 1e-5
 
 
+CRITIC = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-2", "critic.lora_rank=4", "critic.lora_alpha=8")
+
+
+def _critic(learner: Learner) -> dict[str, torch.Tensor]:
+    return {n: p.detach().full_tensor().clone() for n, p in learner.models.critic.module.named_parameters()}
+
+
+@pytest.mark.parametrize("actor", [(), ("model.lora_rank=0",)], ids=["both", "the critic alone"])
+def test_a_critic_with_adapters_trains_them_and_its_whole_head(
+    learner_of: Callable[..., Learner], actor: tuple[str, ...]
+) -> None:
+    """They may be resumed, beside the same adapters only."""
+    feed = SimulatedFeed(lambda step, version: make_groups(make_config(), step, version=version))
+    options = (*CRITIC, *actor, "trainer.save_freq=2")
+    learner = learner_of(*options, feed=feed)
+    before = _critic(learner)
+    assert sum(".lora_" in n for n in before) == 2 * 14
+    for _ in range(3):
+        learner.step()
+    after = _critic(learner)
+    changed = {n for n in after if not torch.equal(before[n], after[n])}
+    assert changed == {n for n in after if ".lora_" in n or n.startswith("value_head.")}
+
+    saved = FileSystemReader(learner.checkpoints.latest()).read_metadata().state_dict_metadata
+    assert sum(n.startswith("critic.model.") for n in saved) == 2 * 14 + 2
+    second = learner_of(*options, feed=feed)
+    assert (second.progress.step, sorted(second.writer.lines)) == (3, [3])
+    assert all(torch.equal(t, after[n]) for n, t in _critic(second).items())
+    with pytest.raises(CheckpointError, match=r"'critic': .*'alpha': 8.*this run has .*'critic': .*'alpha': 32"):
+        learner_of(*options, "critic.lora_alpha=32", feed=feed)
+
+
+def test_a_critics_adapters_begin_as_the_critic_without_them(weights: Path) -> None:
+    batch = make_batch(make_groups(make_config(), 7))
+    values = []
+    for options in ((), CRITIC):
+        models = load_models(make_config("algorithm.adv_estimator=gae", *options), weights, alone())
+        critic = models.critic.module
+        torch.nn.init.ones_(critic.value_head.weight)
+        micros = micro_batches(batch, np.arange(len(batch)), Packing(4096, share_prompts=critic.shares_prompts))
+        with torch.no_grad():
+            values.append(answers(critic, batch, micros, alone())[0])
+    assert values[0].abs().max() > 0.1
+    assert (values[0] - values[1]).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize(
     ("targets", "fault"),
     [
@@ -215,12 +261,12 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 def test_layers_that_cannot_be_merged_are_refused_by_name(targets: list[str], fault: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **{**SMALL, **FAMILIES["llama"]})
     AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
-    options = Model(lora_rank=4, target_modules=targets)  # the config knows some of these names
+    adapters = Adapters(4, 8, targets)  # the config knows some of these names
     with pytest.raises(ConfigError, match=fault):
-        add_adapters(load_actor(tmp_path).lm, options)
+        add_adapters(load_actor(tmp_path).lm, adapters)
 
 
 def test_a_missing_peft_is_named(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"model\.lora_rank: needs peft"):
-        add_adapters(load_actor(weights).lm, make_config(*LORA).model)
+        add_adapters(load_actor(weights).lm, Adapters.of(make_config(*LORA).model))
