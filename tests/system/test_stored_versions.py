@@ -248,7 +248,7 @@ def test_a_learner_that_is_killed_while_it_stores_leaves_only_whole_versions(ben
     assert a.wait_held(1) == [1]
     publisher.wait_held(1, timeout_s=PATIENCE_S)
     assert ways(publisher) == {"a": "file"}
-    until(lambda: sorted(p.name for p in folder.iterdir()) == ["1", "epoch"], 5, "what was left is gone")
+    until(lambda: sorted(p.name for p in folder.iterdir()) == ["1", "epoch"], PATIENCE_S, "what was left goes")
 
 
 def test_a_later_learner_takes_the_folder_over(bench: Bench) -> None:
@@ -260,8 +260,11 @@ def test_a_later_learner_takes_the_folder_over(bench: Bench) -> None:
     new = bench.publisher(epoch=2, config=FILES)
     new.publish(5, weights_of(5))  # the number that a learner before had, too
     wait_stored(new, 5)
+    until(
+        lambda: sorted(p.name for p in folder.iterdir()) == ["5", "epoch", "mine.txt"], PATIENCE_S,
+        "what was left is gone",
+    )  # fmt: skip
     assert stored(bench) == [5]
-    until(lambda: sorted(p.name for p in folder.iterdir()) == ["5", "epoch", "mine.txt"], 5, "what was left is gone")
     old.publish(7, weights_of(7))  # frozen until now
     assert "is written by the learner of epoch 2" in bench.wait_note("version 7 is not stored", PATIENCE_S)
     assert stored(bench) == [5]
