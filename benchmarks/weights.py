@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,10 +20,11 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.figures import Figure, benchmark
-from common.buffers import Buffer
+from common.buffers import Buffer, copy_out
 from common.config import Config, Weights
 from common.snapshot import CHUNK_BYTES, SnapshotTransport
 from common.sockets import Router
+from common.stored import StoredVersion, write_version
 from common.transfer import StoreTransport, Transport, join_group
 from learner.publish import Publisher
 
@@ -215,6 +217,32 @@ def weights_snapshot() -> Iterator[Figure]:
     yield Figure("weights.snapshot_MB_per_s", TOTAL / snapshot / 1e6, "MB/s")
     yield Figure("weights.snapshot", snapshot / raw, "of bare ZeroMQ")
     yield Figure("weights.snapshot_to_gloo", snapshot / gloo, "of gloo, same buckets")
+
+
+@benchmark
+def weights_stored() -> Iterator[Figure]:
+    """A version of 323 MB written as a folder, SHA-256 included, and read from it (the file system's cache is warm)."""
+    buffer, into = Buffer(), Buffer()
+    layout = copy_out(TENSORS, buffer, bucket_bytes=16 * MB)
+    into.prepare(layout)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "0"
+
+        def write() -> None:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+            write_version(path, buffer, 0)
+
+        def read() -> None:
+            stored = StoredVersion(path, layout)
+            for index in range(layout.num_buckets):
+                stored.read(layout.bucket(index).start, into.bucket(index).numpy().data)
+            stored.close()
+
+        copy = memcpy_s()
+        yield Figure("weights.stored_write", seconds(write) / copy, "copies in memory")
+        yield Figure("weights.stored_read", seconds(read) / copy, "copies in memory")
+    assert torch.equal(into.bytes, buffer.bytes)
 
 
 @benchmark

@@ -27,7 +27,7 @@ from learner.version import SEAL_S, Version
 KEPT = 2  # versions on disk
 EPOCH = "epoch"  # in the folder: whose it is
 LOOK_S = 1.0  # who waits for a version looks at its clock at least this often
-_OURS = re.compile(r"\d+|\.\d+\.new")
+_OURS = re.compile(r"\d+|\.\d+\.(new|old)")
 
 
 class _Closing(Exception):
@@ -64,7 +64,8 @@ class Storing:
             ConfigError: nothing can be written there.
             FencedError: a learner of a higher epoch writes there.
         """
-        self.folder, self._epoch, self._beside, self._timeout_s = folder, epoch, beside, timeout_s
+        self.folder = folder = folder.absolute()  # engines work in other directories
+        self._epoch, self._beside, self._timeout_s = epoch, beside, timeout_s
         self._changed, self._newest, self._find, self._release, self._say = changed, newest, find, release, say
         self.busy: Version | None = None  # being written
         self._there: dict[int, Stored] = {}
@@ -226,20 +227,20 @@ class Storing:
                 raise WeightError(f"versions {', '.join(map(str, sorted(kept)))} are being read; no more are kept")
             gone = [self._there.pop(v) for v in list(self._there) if v not in kept]
         for stored in gone:
-            shutil.rmtree(stored.path, ignore_errors=True)
+            _remove(stored.path)
 
     def _put_in_place(self, fresh: Path, weights: Version) -> None:
         assert weights.layout is not None
         self._refuse_if_replaced()
         target = self.folder / str(weights.version)
-        shutil.rmtree(target, ignore_errors=True)  # of the learner before this one
+        _remove(target)  # of the learner before this one
         fresh.rename(target)
         with self._changed:
             self._there[weights.version] = Stored(weights.version, target, weights.layout)
             ours = {s.path for s in self._there.values()}
         for path in self.folder.iterdir():  # what that learner has left
             if _OURS.fullmatch(path.name) and path not in ours:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     def _refuse_if_replaced(self) -> None:
         """A learner of a lower epoch, frozen while it wrote, comes too late."""
@@ -247,3 +248,11 @@ class Storing:
         if file.exists() and (newest := int(file.read_text())) > self._epoch:
             raise FencedError(f"{self.folder}: is written by the learner of epoch {newest}; this one has {self._epoch}")
 
+
+def _remove(path: Path) -> None:
+    """What has a number as its name is whole, to the last."""
+    if path.name.isdecimal() and path.exists():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path = path.rename(old)
+    shutil.rmtree(path, ignore_errors=True)
