@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from learner.head import LinearHead
 from learner.logprobs import token_logprobs
 
 VOCAB, TOKENS, HIDDEN = 150_000, 2_048, 64
@@ -29,7 +30,7 @@ def main(kind: str) -> None:
     def logprobs() -> Tensor:
         if kind == "naive":
             return (hidden @ weight.T).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        head = lambda h: h @ weight.T  # noqa: E731
+        head = LinearHead(weight)
         return token_logprobs(hidden, head, targets, temperatures, vocab_size=VOCAB, with_entropy=False)[0]
 
     times = []

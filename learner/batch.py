@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,15 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @cached_property
+    def host_mask(self) -> NDArray[np.bool_]:
+        """`mask` where rows are laid out: the host waits for the device once a batch, not for each micro-batch."""
+        return self.mask.cpu().numpy()
+
+    @cached_property
+    def host_group_ids(self) -> NDArray[np.int64]:
+        return self.group_ids.cpu().numpy()
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -185,7 +195,7 @@ def make_batch(samples: Sequence[Sample], *, device: torch.device | str = "cpu")
 
 def group_slices(batch: Batch, groups_per_slice: int) -> list[NDArray[np.int64]]:
     """Rows of each mini-batch: whole groups in their order, the last slice may be shorter."""
-    ids = batch.group_ids.cpu().numpy()
+    ids = batch.host_group_ids
     number = np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])])  # [batch]: 0 for the first group, …
     slices = range(0, int(number[-1]) + 1, groups_per_slice)
     return [np.flatnonzero((number >= first) & (number < first + groups_per_slice)) for first in slices]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from learner.head import LinearHead
 from learner.kl import kl_of_logprobs
 
 CHUNK_ELEMENTS = 1 << 25  # logits held at once: 128 MiB in float32
@@ -43,13 +44,14 @@ def token_logprobs(
 
     hidden: [tokens, hidden]; targets: [tokens]; temperatures: [tokens], T of the sample a token is of.
     chunk_tokens: tokens whose logits are held at once (default: about `CHUNK_ELEMENTS` logits); more
-    than one chunk is recomputed in the backward pass.
+    than one chunk is recomputed in the backward pass. The gradient of a `LinearHead` is summed over them in float32.
     beside: the reference; its logits are made chunk by chunk as well.
     Returns ([tokens], [tokens] or None, [tokens] or None), float32; softmax in float32.
     """
     chunk_tokens = chunk_tokens or max(1, CHUNK_ELEMENTS // vocab_size)
     if len(targets) <= chunk_tokens:
         return _of_chunk(hidden, head, targets, temperatures, with_entropy, beside)
+    head = head.in_chunks() if isinstance(head, LinearHead) else head
     parts = [
         checkpoint(
             _of_chunk, hidden[i], head, targets[i], temperatures[i], with_entropy,

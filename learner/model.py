@@ -24,6 +24,7 @@ from common.adapters import is_adapter, sent_name
 from common.errors import ConfigError
 from learner.attention import NAME, attend_by_rows, split_rows
 from learner.families import attention_of
+from learner.head import LinearHead
 from learner.logprobs import Beside, Head, at_least_float32, token_logprobs
 from learner.lora import adapter_parameters, gathered, merged_name, merged_parameters, reset_adapters
 from learner.offload import Offload
@@ -72,9 +73,12 @@ class Actor(nn.Module):
         """What the folder of the Hugging Face model has not: adapters, if there are any."""
         reset_adapters(self.lm)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    @property
+    def head(self) -> LinearHead:
         """[tokens, hidden] → logits [tokens, vocab], with the model's own output scaling."""
-        return _scaled(self.lm.get_output_embeddings()(hidden), self.lm.config)
+        ends = self.lm.get_output_embeddings()
+        scale = functools.partial(_scaled, config=self.lm.config)
+        return LinearHead(ends.weight, getattr(ends, "bias", None), scale)
 
     @torch.no_grad()
     def frozen_head(self) -> Head:

@@ -57,8 +57,8 @@ def update(
 
     loss: scalar, the sum over the micro-batches of all ranks.
     Returns (norm of the gradient before clipping, whether the weights were changed). The norm is
-    global, hence all ranks decide alike. This is the one place of a step where the host waits for
-    the device: what must not be applied cannot be decided later.
+    global, hence all ranks decide alike. The host waits for the device here, once an update: what must
+    not be applied cannot be decided later.
     """
     norm = nn.utils.clip_grad_norm_(parameters, grad_clip)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

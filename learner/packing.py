@@ -220,7 +220,7 @@ def _units(batch: Batch, rows: Ints, packing: Packing) -> Units:
 
 def _same_prompt(batch: Batch, rows: Ints) -> list[tuple[int, int]]:
     """Runs of neighbours in `rows` that have the same group and the same prompt, as [first, end)."""
-    groups = batch.group_ids.cpu().numpy()[rows]
+    groups = batch.host_group_ids[rows]
     edges = [0]
     for i in range(1, len(rows)):
         if groups[i] != groups[i - 1] or not np.array_equal(batch.prompt(rows[i]), batch.prompt(rows[i - 1])):
@@ -280,7 +280,7 @@ def _lay_out(batch: Batch, units: Units, bins: Ints, split: int) -> MicroBatch:
 
     device = batch.mask.device
     to_rows = torch.from_numpy(rows).to(device)
-    row, column = (x.cpu().numpy() for x in batch.mask[to_rows].nonzero(as_tuple=True))  # [tokens] each
+    row, column = np.nonzero(batch.host_mask[rows])  # [tokens] each
     before_first = begins[unit] + prompts - 1  # [n]: the last prompt token
     wanted = np.where(column == 0, before_first[row], response_begins[row] + column - 1)
     targets = batch.tokens[batch.starts[rows][row] + prompts[row] + column]

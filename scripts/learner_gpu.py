@@ -31,6 +31,7 @@ from benchmarks.learner import samples  # noqa: E402
 from common.config import Config  # noqa: E402
 from common.loading import load_config  # noqa: E402
 from learner.batch import Batch, make_batch  # noqa: E402
+from learner.head import LinearHead  # noqa: E402
 from learner.logprobs import token_logprobs  # noqa: E402
 from learner.loop import train_step  # noqa: E402
 from learner.model import weights_digest  # noqa: E402
@@ -135,10 +136,10 @@ def chunked_logprobs(b: Bench) -> None:
     temperatures = torch.ones(size.tokens, device=device)
 
     def chunked() -> Tensor:
-        head = lambda h: h @ weight.T  # noqa: E731
         return token_logprobs(
-            hidden, head, targets, temperatures, vocab_size=vocab, with_entropy=False, chunk_tokens=size.chunk
-        )[0]
+            hidden, LinearHead(weight), targets, temperatures, vocab_size=vocab, with_entropy=False,
+            chunk_tokens=size.chunk,
+        )[0]  # fmt: skip
 
     def whole() -> Tensor:
         return (hidden @ weight.T).float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)

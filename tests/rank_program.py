@@ -11,6 +11,8 @@ import functools
 import math
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from common.config import Config
+from learner import logprobs
 from learner import models as loading
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
@@ -40,6 +43,8 @@ COMMON = (
     "algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "actor.entropy_coeff=0.01", "actor.grad_clip=1e9",
     "critic.grad_clip=1e9", "data.train_batch_size=6",
 )  # fmt: skip
+# so that clipping acts in each update, and what AdamW does depends on it
+CLIPPED = ("actor.grad_clip=1", "critic.grad_clip=0.5", "actor.optim.eps=1e-3", "critic.optim.eps=1e-3")
 BUDGET, ROWS = "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"
 
 
@@ -84,23 +89,28 @@ def main(weights: Path, out: Path) -> None:
     try:
         families(out / "families", ranks)
         bounded_memory(out / "large", ranks)
-        results = {way: _train(weights, _options(way, ranks.world_size), ranks) for way in GRID}
+        results = {}
+        for way in GRID:
+            with chunks(of_tokens=7 if way[0] == "tight" else None):
+                results[way] = _train(weights, _options(way, ranks.world_size), ranks)
         one_reduction(weights, ranks)
         one_digest(ranks)
         gathered_as_served(weights, ranks)
         skip_alike(weights, ranks)
         save(weights, out, ranks)
+        rounded = in_bfloat16(weights, ranks)
         adapters = train_adapters(weights, ranks)
         exact = train_with_exact_kl(weights, ranks)
         if ranks.first:
             torch.save(results, out / f"{ranks.world_size}.pt")
             torch.save({"adapters": adapters, **exact}, out / f"{ranks.world_size}.more.pt")
+            torch.save(rounded, out / f"{ranks.world_size}.bfloat16.pt")
     finally:
         leave_ranks()
 
 
 def _train(weights: Path, options: tuple[str, ...], ranks: Ranks) -> dict[str, dict[str, Tensor]]:
-    """Gradients over all rows in float32; weights after 3 steps of 2 updates in float64."""
+    """Gradients over all rows in float32; weights after 3 steps of 2 updates in float64, all of them clipped."""
     config = make_config(*COMMON, *options)
     ranks = arranged(ranks, config)
     models = load_models(config, weights, ranks)
@@ -109,11 +119,23 @@ def _train(weights: Path, options: tuple[str, ...], ranks: Ranks) -> dict[str, d
     torch.nn.init.ones_(models.critic.module.value_head.weight)  # from 0 nothing would reach the backbone
     gradients = {f"{t.name} {name}": g for t in models.trainees() for name, g in _gradients(t, options, ranks)}
     with _Float64():
-        models = load_models(make_config(*COMMON, *options), weights, ranks)
+        models = load_models(make_config(*COMMON, *options, *CLIPPED), weights, ranks)
         for step in (1, 2, 3):
-            _step(models, ranks, step, *options, *_both("ppo_mini_batch_size=3"))
+            norms = _step(models, ranks, step, *options, *CLIPPED, *_both("ppo_mini_batch_size=3")).metrics
+            assert norms["actor/grad_norm"] > 2 and norms["critic/grad_norm"] > 1, norms
     trained = {f"{t.name} {n}": whole(p.detach()) for t in models.trainees() for n, p in t.module.named_parameters()}
     return {"gradients": gradients, "weights": trained}
+
+
+@contextmanager
+def chunks(*, of_tokens: int | None) -> Iterator[None]:
+    """The head's logits are made for so many tokens at once."""
+    before = logprobs.CHUNK_ELEMENTS
+    logprobs.CHUNK_ELEMENTS = before if of_tokens is None else of_tokens * 64  # the toy vocabulary
+    try:
+        yield
+    finally:
+        logprobs.CHUNK_ELEMENTS = before
 
 
 @functools.cache
@@ -349,6 +371,22 @@ def save(weights: Path, out: Path, ranks: Ranks) -> None:
     checkpoints.begin(step + 1, models, {"digests": [weights_digest(t.module) for t in models.trainees()]})
     assert _step(models, ranks, step + 2, *options).applied  # while the checkpoint is written
     assert checkpoints.finished(wait=True) == checkpoints.folder / f"step_{step + 1}"
+
+
+def in_bfloat16(weights: Path, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """The actor's gradients, as in the grid, computed in bfloat16 and reduced in float32: once, and often."""
+    gradients = {}
+    for name, often, offload in (("once", False, False), ("often", True, True)):
+        options = (
+            *_both(*MICRO["tight"], f"fsdp_config.reduce_every_micro_step={str(often).lower()}"),
+            "model.dtype=bfloat16",
+            f"actor.fsdp_config.offload_policy={str(offload).lower()}", f"trainer.nproc_per_node={ranks.world_size}",
+        )  # fmt: skip
+        actor = load_models(make_config(*COMMON, *options), weights, ranks).actor
+        with chunks(of_tokens=7):
+            gradients[name] = dict(_gradients(actor, options, ranks))
+        assert {g.dtype for g in gradients[name].values()} == {torch.float32}
+    return gradients
 
 
 def train_adapters(weights: Path, ranks: Ranks) -> dict[str, Tensor]:

@@ -9,11 +9,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.errors import LeewayError
 from common.loading import load_config
 from common.metric_table import METRICS, declared
 from common.metrics import MetricsWriter, read_metrics
+from learner import report
 
 BASE = ["model.toy=true", "data.task=reverse_digits", "run.id=x"]
 
@@ -186,3 +188,17 @@ def test_no_metric_is_declared_that_no_code_writes():
     assert not written("queue/never_heard_of") and not written("critic/never/mean")
     missing = [name for pattern in METRICS for name in expanded(pattern) if not written(name)]
     assert missing == []
+
+
+def test_a_phase_ends_when_the_device_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: launching takes no time, so without it the next phase that waits would be charged."""
+    now = [100.0]
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.append(now.pop() + 5))
+    clock = report.Clock()
+    with clock("ref"):
+        pass
+    with clock("values"):
+        now[0] += 1
+    assert clock.seconds == {"ref": 5, "values": 6}

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.wire import Sample
 from learner.batch import make_batch
@@ -103,6 +104,26 @@ def test_a_laid_out_batch_takes_few_bytes_a_token() -> None:
     assert all(m.shared for m in micros)
     held = [v for m in micros for v in vars(m).values() if isinstance(v, torch.Tensor)]
     assert sum(t.nbytes for t in held) / batch.num_tokens <= 64
+
+
+class _Reads(TorchDispatchMode):
+    """Operations after which the host has to wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket in (torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense):
+            self.seen.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def test_laying_out_does_not_wait_for_the_device() -> None:
+    batch = make_batch(make_groups(make_config(), 0))
+    with _Reads() as reads:
+        assert len(micro_batches(batch, np.arange(len(batch)), Packing(40))) > 2
+    assert reads.seen == []
 
 
 def test_only_sampled_tokens_are_asked_for() -> None:

@@ -57,6 +57,15 @@ def test_ranks_and_layouts_change_no_gradient_and_no_weight(tmp_path: Path, size
                 assert weight.dtype == torch.float64
                 assert (weight - reference["weights"][name]).abs().max() <= 1e-9, (n, way, name)
 
+    rounded = {n: torch.load(tmp_path / f"{n}.bfloat16.pt") for n in sizes}
+    for name, one in rounded[1]["once"].items():  # ranks add no error to that of bfloat16 itself
+        exact = reference["gradients"][f"actor {name}"]
+        error = (one - exact).norm() / exact.norm()
+        assert 1e-4 < error < 0.05, (name, error)
+        for n, ways in rounded.items():
+            for way, gradients in ways.items():
+                assert (gradients[name] - exact).norm() <= 1.2 * error * exact.norm(), (n, way, name)
+
     more = {n: torch.load(tmp_path / f"{n}.more.pt") for n in sizes}
     for way, tensors in more[1].items():
         for name, weight in tensors.items():
