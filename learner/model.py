@@ -87,15 +87,14 @@ class Actor(nn.Module):
         It takes up vocabulary · hidden numbers in the dtype of the hidden states.
         """
         reshard(self)
-        head, config = self.lm.get_output_embeddings(), self.lm.config
-        parts = (head.weight, getattr(head, "bias", None))
-        weight, bias = (None if p is None else gathered(shard_of(p.detach())[0], p) for p in parts)
+        head = self.head
+        whole = [None if p is None else gathered(shard_of(p.detach())[0], p) for p in (head.weight, head.bias)]
 
         @functools.cache
-        def kept(dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
-            return tuple(None if t is None else t.to(device, dtype) for t in (weight, bias))
+        def kept(dtype: torch.dtype, device: torch.device) -> LinearHead:
+            return LinearHead(*(None if t is None else t.to(device, dtype) for t in whole), scale=head.scale)
 
-        return lambda hidden: _scaled(nn.functional.linear(hidden, *kept(hidden.dtype, hidden.device)), config)
+        return lambda hidden: kept(hidden.dtype, hidden.device)(hidden)
 
 
 class Critic(nn.Module):
