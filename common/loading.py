@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from common.config import Config, combination_faults
+from common.combinations import combination_faults
+from common.config import Config
 from common.errors import ConfigError
 
 # verl's path -> ours, where they differ.
