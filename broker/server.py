@@ -2,6 +2,9 @@
 
 Consumes the messages of generators and learner; produces leases, acknowledgements, batches. Waits
 for a message, at most until the next lease may expire. Unblocked by messages and by stop.
+
+Samples are gathered for up to `TURN_S`, so that many share a transaction. What the learner asks is answered
+before the next message is read, and a generator that owes nothing more does not wait for others' samples.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ TURN_S = 0.02  # while samples come in, one transaction in so much time, not one
 TICK_S = 0.25  # how soon a stop, another limit or another registry entry is seen
 GC_ALLOCATIONS = 20_000  # between two searches for cycles: messages make none, and are many
 MAX_LOST_BATCHES = 32  # the run ends after so many batches' attempts of which not one could be sampled and scored
-LATER, SOON, NOW = range(3)  # an answer: within TURN_S; once no more messages are there; before the next one
+TURNS_SHARE = 0.25  # of the time may go into transactions that only idle generators wait for
+LATER, SOON, NOW = range(3)  # an answer: within TURN_S; as soon as TURNS_SHARE allows; before the next message
+LEARNERS = frozenset(learner_desk.OPS)
 OPS = {op: GENERATOR_OPS[op] for op in generator_desk.OPS} | {op: LEARNER_OPS[op] for op in learner_desk.OPS}
 
 
@@ -50,6 +55,7 @@ class Server:
         self._router = router
         self._generators = GeneratorDesk(service)
         self._learner = LearnerDesk(service)
+        self._turned_at = self._turn_s = 0.0  # when the last turn ended, and what it took
         self._model: str | None = None
         self._refused_limit: Any = None
 
@@ -60,19 +66,20 @@ class Server:
             LedgerError: the ledger cannot be written.
         """
         gc.set_threshold(GC_ALLOCATIONS)
-        turned_at = 0.0
         while not stop.is_set():
-            self._take_messages(turned_at + TURN_S)
-            turned_at = self.service.clock()
+            self._take_messages()
+            began = self.service.clock()
             self.turn()
+            self._turned_at = self.service.clock()
+            self._turn_s = self._turned_at - began
             if on_turn is not None:
                 on_turn(self.service)
         self.service.closing = True
         self.service.ledger.release_leases("shutdown")
         self.turn()
 
-    def _take_messages(self, until: float) -> None:
-        """Those that are there, and those that come by ``until`` unless somebody waits for the answer to one."""
+    def _take_messages(self) -> None:
+        """Those that are there, and those that come until an answer must leave."""
         message, num, haste = self._router.receive(self._patience()), 0, LATER
         while message is not None:
             haste = max(haste, self.handle(*message))
@@ -80,17 +87,18 @@ class Server:
             if haste == NOW or num == MESSAGES_PER_TURN:
                 return
             message = self._router.receive(0)
-            if message is None and haste == LATER:
-                message = self._router.receive(until - self.service.clock())
+            if message is None:
+                wait_s = TURN_S if haste == LATER else min(TURN_S, self._turn_s / TURNS_SHARE - self._turn_s)
+                message = self._router.receive(self._turned_at + wait_s - self.service.clock())
 
     def handle(self, peer: bytes, frames: list[bytes]) -> int:
         """One message; what cannot be read is refused with the reason, and counted. Returns how its answer hurries."""
         s, before = self.service, self.service.ledger.num_ready
         try:
             op, fields, payload = decode(frames, OPS)
-            if op in learner_desk.OPS:
+            if op in LEARNERS:
                 self._learner.handle(peer, op, fields)
-                return NOW
+                return LATER if op == "claim" and s.parked is not None and before < s.parked.num_groups else NOW
             self._generators.handle(peer, op, fields, payload)
             if s.parked is not None and s.ledger.num_ready >= s.parked.num_groups:
                 return NOW if before < s.parked.num_groups else SOON

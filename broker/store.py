@@ -139,9 +139,9 @@ class Store:
     def _write_samples(self, samples: Iterable[NewSample]) -> None:
         rows, payloads = [], []
         for s in samples:
-            h = s.header
-            rows.append((*_KEY_VALUES(h), *_HEADER_VALUES(h), s.generator, _spans(s.spans)))
-            payloads.append((_payload_id(*_KEY_VALUES(h)), s.payload))
+            key = _KEY_VALUES(s.header)
+            rows.append((*key, *_HEADER_VALUES(s.header), s.generator, _spans(s.spans)))
+            payloads.append((_payload_id(*key), s.payload))
         if rows:
             self._db.executemany(_PUT_SAMPLE, rows)
             self._db.executemany("INSERT INTO payloads VALUES (?, ?)", payloads)

@@ -30,11 +30,12 @@ def _configure(socket: zmq.Socket[Any]) -> None:
 
 def _receive(socket: zmq.Socket[Any], flags: int = 0) -> list[bytes]:
     """One whole message; frames past the limit are dropped as they come (the caller sees too many)."""
-    frames = [socket.recv(flags)]
-    while socket.getsockopt(zmq.RCVMORE):
-        frame = socket.recv()
+    frame = socket.recv(flags, copy=False)  # it says by itself whether another one follows
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(copy=False)
         if len(frames) <= MAX_FRAMES + 1:
-            frames.append(frame)
+            frames.append(frame.bytes)
     return frames
 
 

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgpack
@@ -201,14 +202,8 @@ def unpack(data: bytes, *, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
             raise WireError("too_many_containers", f"more than {MAX_CONTAINERS}")
         return container
 
-    def no_extension(code: int, _data: bytes) -> Any:
-        raise WireError("extension_type", f"code {code}")
-
     try:
-        value = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, object_hook=count, list_hook=count, ext_hook=no_extension,
-            max_array_len=MAX_CONTAINERS, max_map_len=1024, max_str_len=1 << 20, max_ext_len=0,
-        )  # fmt: skip
+        value = _unpackb(data, object_hook=count, list_hook=count)
     except WireError:
         raise
     except Exception as e:  # msgpack raises ValueError, UnicodeDecodeError, TypeError, its own…
@@ -216,6 +211,29 @@ def unpack(data: bytes, *, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
     if MAX_CONTAINERS - left > MAX_DEPTH and _depth(value) > MAX_DEPTH:  # few containers cannot be deep
         raise WireError("too_deep", f"deeper than {MAX_DEPTH}")
     return value
+
+
+def _unpack_known(data: bytes) -> Any:
+    """``unpack`` for a caller that checks every container by type and size, so that none can be deep: it need not be
+    asked for the depth, nor be counted, since n bytes hold at most n containers."""
+    if len(data) > MAX_CONTAINERS:
+        return unpack(data)
+    try:
+        return _unpackb(data)
+    except WireError:
+        raise
+    except Exception as e:
+        raise WireError("not_msgpack", f"{type(e).__name__}: {e}") from None
+
+
+def _no_extension(code: int, _data: bytes) -> Any:
+    raise WireError("extension_type", f"code {code}")
+
+
+_unpackb = partial(
+    msgpack.unpackb, raw=False, strict_map_key=True, ext_hook=_no_extension, max_array_len=MAX_CONTAINERS,
+    max_map_len=1024, max_str_len=1 << 20, max_ext_len=0,
+)  # fmt: skip
 
 
 def _depth(value: Any) -> int:
@@ -350,7 +368,7 @@ def decode_sample(header: dict[str, Any], payload: bytes, *, vocab_size: int | N
 
     Raises:
         WireError: `checksum`, `missing_field`, `wrong_type`, `lengths_disagree`, `empty_response`,
-            `token_out_of_vocabulary`, `bad_logprob`, `bad_span`, `bad_reward`.
+            `token_out_of_vocabulary`, `bad_logprob`, `bad_span`, `bad_reward`, `extra_field`; see ``unpack``.
     """
     c = _contents(header, payload, vocab_size)
     return Sample(
@@ -364,7 +382,7 @@ def decode_sample(header: dict[str, Any], payload: bytes, *, vocab_size: int | N
 
 def check_sample(header: dict[str, Any], payload: bytes, *, vocab_size: int | None = None) -> tuple[Spans, Any]:
     """``(version spans, temperature)`` of a sample that passes every check of ``decode_sample``; raises as that does.
-    A third of its cost: the broker, which forwards the payload, needs no arrays."""
+    For the broker, which forwards the payload and needs nothing more of it."""
     c = _contents(header, payload, vocab_size)
     return c.spans, c.fields["sampling"].get("temperature")
 
@@ -383,8 +401,8 @@ class _Contents(NamedTuple):
 def _contents(header: dict[str, Any], payload: bytes, vocab_size: int | None) -> _Contents:
     if zlib.crc32(payload) != header["crc"]:
         raise WireError("checksum", f"sample {header['group']}/{header['attempt']}/{header['index']}")
-    m = unpack(payload)
-    if not isinstance(m, dict) or m.get("v") != SCHEMA:
+    m = _unpack_known(payload)
+    if type(m) is not dict or m.get("v") != SCHEMA:
         raise WireError("schema_version", "payload")
     try:
         c = _Contents(
@@ -397,6 +415,8 @@ def _contents(header: dict[str, Any], payload: bytes, vocab_size: int | None) ->
         reward, fault, reason = m["reward"], m["fault"], m["finish_reason"]
         if type(reason) is not str or type(m["generator"]) is not str:
             raise TypeError("not a string")
+        if len(m) > _PAYLOAD_FIELDS:
+            raise WireError("extra_field", "payload")
     except KeyError as e:
         raise WireError("missing_field", f"payload.{e.args[0]}") from None
     except (TypeError, ValueError) as e:
@@ -404,7 +424,7 @@ def _contents(header: dict[str, Any], payload: bytes, vocab_size: int | None) ->
     _check_tokens(c, header, vocab_size)
     _check_spans(c.spans, header)
     if fault is None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
-        raise WireError("bad_reward", repr(reward)[:40])
+        raise WireError("bad_reward", repr(reward) if isinstance(reward, float) else type(reward).__name__)
     if header["reward"] != reward or header["fault"] != fault:
         raise WireError("bad_reward", "header disagrees")
     if reason not in ("stop", "length") or header["truncated"] != (reason == "length"):
@@ -445,6 +465,7 @@ def _check_spans(spans: Spans, header: dict[str, Any]) -> None:
         raise WireError("bad_span", "header disagrees")
 
 
+_PAYLOAD_FIELDS = 13  # of `encode_sample`
 _I4, _U4, _F4 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4")
 _SPAN, _RUN = struct.Struct("<qqq"), struct.Struct("<i")
 
@@ -456,7 +477,7 @@ def _array(a: NDArray[Any], dtype: str) -> dict[str, Any]:
 
 def _read_array(m: Any, dtype: str, item_bytes: int) -> bytes:
     """The bytes of an array."""
-    if type(m) is not dict or m.get("dtype") != dtype or type(data := m.get("data")) is not bytes:
+    if type(m) is not dict or len(m) != 3 or m.get("dtype") != dtype or type(data := m.get("data")) is not bytes:
         raise TypeError(f"no array of {dtype}")
     if len(data) % item_bytes:
         raise TypeError(f"{len(data)} bytes are no array of {dtype}")

@@ -145,7 +145,8 @@ def protocol_page() -> str:
         lines += ["", f"## {title}", *_ops(table)]
     lines += [
         "", "## A sample", "",
-        "The payload of `sample` is one map. An array is `{dtype, len, data}` with raw little-endian bytes. The "
+        "The payload of `sample` is one map of `v` (schema version) and exactly these fields without the first three, "
+        "which the header has. An array is `{dtype, len, data}` with raw little-endian bytes. The "
         "comments show a response of six tokens.", "", "```python", *_sample_fields(), "```",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -513,16 +514,22 @@ def test_checkpoints_free_payloads_beyond_what_is_kept(run):
     assert not train(feed, steps=1, first=3, version=2, generators=[generator]).checkpoint_wanted
 
 
-def shares_of(run, folder, *extra, steps):
-    """What each of two ranks saw; the generator gets no newer weights, so the limit is wide."""
+def shares_of(run, folder, *extra, steps, failpoint=""):
+    """What each of two ranks saw; the generator gets no newer weights, so the limit is wide. A broker that kills
+    itself at ``failpoint`` is followed by another one."""
     config = make_config(*CONFIG, "staleness.max=9")
     weights = initial_weights(folder / "weights", config)
-    run.broker("staleness.max=9")
+    first = run.broker("staleness.max=9", failpoint=failpoint)
     run.generator("generator-a")
-    run_on_ranks(
-        2, "tests.share_program", "train", str(folder), run.address(), run.id, str(weights),
-        str(run.dir / "ledger.sqlite"), str(steps), *extra, *CONFIG, "staleness.max=9", within_s=150,
-    )  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:  # the brokers are children of this thread: they end with it
+        ranks = pool.submit(
+            run_on_ranks, 2, "tests.share_program", "train", str(folder), run.address(), run.id, str(weights),
+            str(run.dir / "ledger.sqlite"), str(steps), *extra, *CONFIG, "staleness.max=9", within_s=100,
+        )  # fmt: skip
+        if failpoint:
+            assert first.wait(60) == -signal.SIGKILL
+            run.broker("staleness.max=9")
+        ranks.result()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -548,3 +555,13 @@ def test_a_share_that_one_rank_cannot_fetch_ends_the_step_on_both(run, tmp_path)
     tries = [[ahead for number, *_, ahead in s["fetched"] if number == 3] for s in seen]
     assert set(tries[0]) == {True} and set(tries[1]) == {True, False}  # rank 1 tried once more, in the step
     assert run.query("SELECT count(*) FROM steps") == [(2,)] and run.query("SELECT step FROM claims") == [(3,)]
+
+
+def test_both_ranks_go_on_with_the_next_broker(run, tmp_path):
+    """One that died after a claim was written, and before either rank heard of it."""
+    seen = shares_of(run, tmp_path, steps=4, failpoint="broker.during_claim:3")
+    assert [s["ended"] for s in seen] == ["max_steps reached"] * 2 and seen[0]["digest"] == seen[1]["digest"]
+    assert len(run.brokers) == 2 and run.brokers[0].returncode == -signal.SIGKILL
+    for step, keys in run.query("SELECT step, group_keys FROM steps"):
+        parts = [{tuple(key) for number, *key, _ in s["fetched"] if number == step} for s in seen]
+        assert parts[0].isdisjoint(parts[1]) and parts[0] | parts[1] == set(map(tuple, json.loads(keys)))

@@ -2,13 +2,14 @@
 
 import logging
 import random
+import threading
 
 import msgpack
 import numpy as np
 import psutil
 import pytest
 
-from broker.server import Server, open_service, read_vocab_size
+from broker.server import LATER, NOW, SOON, Server, open_service, read_vocab_size
 from common.config import Config
 from common.errors import ConfigError, LedgerError
 from common.loading import load_config
@@ -508,6 +509,56 @@ def test_a_ledger_is_continued_with_its_own_config_only_and_only_if_it_may_be(tm
         open_with("trainer.resume_mode=off", begun="second")
     open_with("run.max_steps=7", "generators.count=3", begun="second")
     open_with("trainer.resume_mode=off", begun="second")
+
+
+def test_who_waits_for_an_answer_gets_it_at_once(broker):
+    """A learner, a generator that owes nothing more; samples of the others share a transaction."""
+    b = broker(staleness__max=3)
+    hello = encode("hello", run="r", name="a", incarnation="1", version=0)
+    assert b.server.handle(b"a", hello) == SOON
+    b.beat("a", capacity=6)
+    leases = [f for op, f, _ in b.turn() if op == "lease"]
+    keys = [(f["group"], f["attempt"], index) for f in leases for index in f["indices"]]
+    assert len(keys) == 6
+    attach = encode("attach", id=1, run="r", name="learner", incarnation="1")
+    assert b.server.handle(b"learner", attach) == NOW
+    b.turn()
+    claim = encode("claim", id=2, epoch=1, step=1, version=0, num_groups=B)
+    assert b.server.handle(b"learner", claim) == LATER  # no batch is ready
+    hastes = [b.server.handle(b"a", encode_sample(make_sample(*key))) for key in keys]
+    assert hastes == [LATER, LATER, LATER, NOW, SOON, SOON]  # the second group makes the batch that the learner wants
+    assert {"acks", "claimed", "lease"} <= set(ops(b.turn()))
+    assert b.server.handle(b"a", b"") == LATER
+
+
+class ScriptedRouter(FakeRouter):
+    """Gives one entry of the script for each ``receive`` (None: nobody has written), then sets ``stop``."""
+
+    def __init__(self, script, stop):
+        super().__init__()
+        self.script, self.stop, self.events = list(script), stop, []
+
+    def receive(self, timeout_s):
+        self.events.append("waits" if timeout_s > 0 else "looks")
+        if not self.script:
+            self.stop.set()
+            return None
+        return self.script.pop(0)
+
+    def send(self, peer, frames):
+        self.events.append(decode(frames, GENERATOR_OPS | LEARNER_OPS)[0])
+        return super().send(peer, frames)
+
+
+def test_the_learner_is_answered_before_the_next_message_and_samples_are_waited_for(broker):
+    b = broker()
+    b.hello("a")
+    b.turn()
+    beat = (b"a", encode("heartbeat", version=0, capacity=0, progress=[], sampling=[], stats={}))
+    status, stop = (b"learner", encode("status", id=1)), threading.Event()
+    b.server._router = router = ScriptedRouter([status, beat, None, beat, None], stop)
+    b.server.run(stop)
+    assert router.events[:6] == ["waits", "status_is", "waits", "looks", "waits", "looks"]
 
 
 def test_other_ranks_see_a_claim_once_it_is_made_and_are_never_left_waiting(broker):

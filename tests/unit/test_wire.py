@@ -129,6 +129,45 @@ def test_a_header_that_disagrees_with_its_payload_is_refused():
         assert reason_of(decode_sample, header, payload) == reason, name
 
 
+def test_a_sample_is_checked_without_being_made():
+    _, header, (payload,) = decode(encode_sample(whole_sample()), GENERATOR_OPS)
+    assert wire.check_sample(header, payload, vocab_size=100) == (((4, 0, 2), (5, 2, 6)), 1.0)
+    assert reason_of(wire.check_sample, header, payload, vocab_size=3) == "token_out_of_vocabulary"
+
+
+def deep(value, depth):
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("padding", [0, 2 * wire.MAX_CONTAINERS], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("change", "reasons"),
+    [
+        (lambda m: m.update(extra=1), {"extra_field"}),
+        (lambda m: m.update(extra=deep(1, 300)), {"extra_field", "too_deep"}),
+        (lambda m: m.update(reward=deep(1, 300)), {"bad_reward", "too_deep"}),
+        (lambda m: m.update(fault=deep(1, 300)), {"bad_reward", "too_deep"}),
+        (lambda m: m.update(generator=deep("x", 300)), {"wrong_type", "too_deep"}),
+        (lambda m: m["timing"].update(x=deep(1, 300)), {"wrong_type", "too_deep"}),
+        (lambda m: m["spans"].update(x=deep(1, 300)), {"wrong_type", "too_deep"}),
+        (lambda m: m["spans"].update(len=deep(1, 300)), {"lengths_disagree", "too_deep"}),
+        (lambda m: m.update(v=deep(1, 300)), {"schema_version", "too_deep"}),
+        (lambda m: m.update(sampling=[[]] * 19_999), {"wrong_type", "too_many_containers"}),
+        (lambda m: m.update(sampling=msgpack.ExtType(4, b"")), {"extension_type"}),
+    ],
+)
+def test_nothing_hides_in_a_payload(change, reasons, padding):
+    """Of more bytes than containers are allowed they are counted; below, each one's place is known."""
+    sample = make_sample(num_tokens=6, prompt_ids=np.ones(4 + padding // 4, dtype=np.int32))
+    _, header, (payload,) = decode(encode_sample(sample), GENERATOR_OPS)
+    m = msgpack.unpackb(payload)
+    change(m)
+    mutated = msgpack.packb(m)
+    assert reason_of(decode_sample, header | {"crc": zlib.crc32(mutated)}, mutated) in reasons
+
+
 def test_headers_obey_their_schema():
     good = encode("hello", run="r", name="n", incarnation="i", version=-1)
     assert decode(good, GENERATOR_OPS) == ("hello", {"run": "r", "name": "n", "incarnation": "i", "version": -1}, [])
