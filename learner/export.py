@@ -11,8 +11,9 @@ import torch
 from common.errors import LeewayError
 from common.logs import LOGGER
 from learner.files import replace_file, replace_folder
-from learner.model import DTYPES, Actor, published_weights
+from learner.model import DTYPES, Actor
 from learner.ranks import Ranks
+from learner.served import PublishedWeights
 
 _log = logging.getLogger(LOGGER)
 
@@ -20,7 +21,7 @@ _log = logging.getLogger(LOGGER)
 def save_hf(target: Path, actor: Actor, tokenizer: Any, *, dtype: str, ranks: Ranks) -> None:
     """Weights (safetensors), config, generation settings and tokenizer, in place of what `target` was."""
     weights = {}
-    for name, tensor in published_weights(actor, dtype=dtype):  # gathered by all ranks, kept by the first
+    for name, tensor in PublishedWeights(actor, dtype=dtype):  # gathered by all ranks, kept by the first
         if ranks.first:
             weights[name] = tensor.cpu().contiguous()
     if not ranks.first:

@@ -30,12 +30,12 @@ from learner.dealing import Part, part_of, put_together
 from learner.estimates import make_targets
 from learner.exact_kl import exact_kl
 from learner.guard import Guard, heed
-from learner.model import published_weights, weights_digest
 from learner.models import Models
 from learner.progress import Progress
 from learner.ranks import Ranks
 from learner.report import Clock, Metrics
 from learner.scoring import pack_all, start_of_step
+from learner.served import PublishedWeights, weights_digest
 from learner.settings import live_settings
 from learner.updates import NotFinite, actor_loss, critic_loss, kl_coef_of, rate_of, train_on_batch
 
@@ -249,7 +249,7 @@ class Learner:
         if version - self.published < (1 if always else self.config.weights.publish_every):
             return
         failpoint("learner.publish")
-        weights = published_weights(
+        weights = PublishedWeights(
             self.models.actor.module, dtype=self.config.model.dtype, adapters_only=self.config.weights.adapters_only
         )
         self.publisher.publish(version, weights)

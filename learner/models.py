@@ -19,10 +19,11 @@ from learner.estimates import KLController, make_kl_controller
 from learner.families import refuse_moving_positions
 from learner.initial import model_folder
 from learner.lora import WithoutAdapters, add_adapters
-from learner.model import DTYPES, Actor, build_actor, build_critic, digest_of, freeze, load_actor, load_critic
+from learner.model import DTYPES, Actor, build_actor, build_critic, freeze, load_actor, load_critic
 from learner.offload import Offload, put_away
 from learner.optim import make_optimizer
 from learner.ranks import Ranks
+from learner.served import digest_of
 from learner.sharding import checkpoint_activations, compile_layers, place
 from learner.updates import Trainee
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from common.errors import CheckpointError
 from learner.checkpoint import step_of
 from learner.files import replace_file
-from learner.model import weights_digest
 from learner.progress import Progress
 from learner.report import Clock, progress_metrics
+from learner.served import weights_digest
 
 if TYPE_CHECKING:
     from learner.loop import Learner

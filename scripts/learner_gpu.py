@@ -34,12 +34,12 @@ from learner.batch import Batch, make_batch  # noqa: E402
 from learner.head import LinearHead  # noqa: E402
 from learner.logprobs import token_logprobs  # noqa: E402
 from learner.loop import train_step  # noqa: E402
-from learner.model import weights_digest  # noqa: E402
 from learner.models import Models, load_models  # noqa: E402
 from learner.offload import at_work  # noqa: E402
 from learner.packing import MicroBatch, Packing, micro_batches  # noqa: E402
 from learner.ranks import Ranks, join_ranks, leave_ranks  # noqa: E402
 from learner.report import Clock  # noqa: E402
+from learner.served import weights_digest  # noqa: E402
 from learner.settings import live_settings  # noqa: E402
 from learner.updates import Counts, accumulate  # noqa: E402
 

@@ -29,11 +29,12 @@ from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
 from learner.loop import Outcome, train_step
 from learner.lora import whole
-from learner.model import build_actor, digest_of, load_actor, published_weights, reshard, weights_digest
+from learner.model import build_actor, load_actor, reshard
 from learner.models import Models, load_models
 from learner.packing import MicroBatch, Packing, micro_batches
 from learner.ranks import Ranks, arrange, join_ranks, leave_ranks
 from learner.report import Clock
+from learner.served import PublishedWeights, digest_of, weights_digest
 from learner.settings import live_settings
 from learner.sharding import place, shard
 from learner.updates import Counts, Trainee, accumulate, packing_of
@@ -334,7 +335,7 @@ def gathered_as_served(weights: Path, ranks: Ranks) -> None:
     for options in ((), ("model.lora_rank=4",)):
         actor = load_models(make_config("model.dtype=bfloat16", *options), weights, ranks).actor.module
         with _Collectives() as seen:
-            published = dict(published_weights(actor, dtype="bfloat16"))
+            published = dict(PublishedWeights(actor, dtype="bfloat16"))
         a = sum(p.numel() for name, p in actor.named_parameters() if ".lora_A." in name)
         padding = ranks.world_size * sum(2 * max(p.shape[1:], default=1) for p in actor.parameters())
         total = sum(t.numel() for t in published.values())
@@ -398,7 +399,7 @@ def train_adapters(weights: Path, ranks: Ranks) -> dict[str, Tensor]:
     for step in (1, 2):
         assert _step(models, ranks, step, *options).applied
     critic = {f"critic {name}": whole(p.detach()) for name, p in models.critic.module.named_parameters()}
-    return critic | {name: t.clone() for name, t in published_weights(models.actor.module, dtype="float32")}
+    return critic | {name: t.clone() for name, t in PublishedWeights(models.actor.module, dtype="float32")}
 
 
 def train_with_exact_kl(weights: Path, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
@@ -418,7 +419,7 @@ def train_with_exact_kl(weights: Path, ranks: Ranks) -> dict[str, dict[str, Tens
         models = load_models(config, weights, divided)
         for step in (1, 2):
             assert _step(models, divided, step, *options).applied
-        trained[name] = {n: t.clone() for n, t in published_weights(models.actor.module, dtype="float32")}
+        trained[name] = {n: t.clone() for n, t in PublishedWeights(models.actor.module, dtype="float32")}
     return trained
 
 

@@ -19,10 +19,10 @@ import torch
 
 from common import failpoints
 from learner.checkpoint import Checkpoints
-from learner.model import weights_digest
 from learner.models import Models, load_models
 from learner.ranks import join_ranks
 from learner.saving import POINTS, at
+from learner.served import weights_digest
 from tests.learner_parts import initial_weights, make_config
 
 OPTIONS = ("algorithm.adv_estimator=gae",)

@@ -24,9 +24,9 @@ from learner.ahead import Ahead
 from learner.batch import make_batch
 from learner.dealing import own_share, part_of, put_together
 from learner.feed import Claim, Feed, Group
-from learner.model import weights_digest
 from learner.models import load_models
 from learner.ranks import Ranks, join_ranks, leave_ranks
+from learner.served import weights_digest
 from learner.together import Helper, SharedFeed
 from tests.learner_parts import SimulatedPublisher, SimulatedWriter, make_config, make_groups, make_learner
 

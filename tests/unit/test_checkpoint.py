@@ -14,9 +14,9 @@ from common.errors import CheckpointError
 from common.hashes import verify
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
-from learner.model import weights_digest
 from learner.models import Models, load_models
 from learner.packing import Packing, micro_batches
+from learner.served import weights_digest
 from tests.learner_parts import alone, initial_weights, make_config, make_groups
 
 CONFIG = make_config("algorithm.adv_estimator=gae", "algorithm.kl_ctrl.type=adaptive")

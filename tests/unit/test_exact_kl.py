@@ -13,9 +13,10 @@ import torch
 from learner import logprobs, resume
 from learner.batch import Batch, make_batch
 from learner.exact_kl import exact_kl
-from learner.model import Actor, load_actor, published_weights
+from learner.model import Actor, load_actor
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
+from learner.served import PublishedWeights
 from tests.learner_parts import SimulatedFeed, alone, initial_weights, make_config, make_groups, make_learner
 from tests.models import tiny_model
 
@@ -85,7 +86,7 @@ def test_a_step_has_the_exact_kl_in_its_loss(options: tuple[str, ...], tmp_path:
     learner.step()
     plain = load_actor(folder)
     reference = load_actor(folder).lm
-    plain.lm.load_state_dict(dict(published_weights(learner.models.actor.module, dtype="float32")), strict=False)
+    plain.lm.load_state_dict(dict(PublishedWeights(learner.models.actor.module, dtype="float32")), strict=False)
     learner.step()
     batch = make_batch(make_groups(config, 2, version=1))
     with torch.no_grad():

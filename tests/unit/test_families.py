@@ -14,9 +14,10 @@ from common.errors import ConfigError
 from learner import resume
 from learner.batch import make_batch
 from learner.families import refuse_moving_positions
-from learner.model import load_actor, weights_digest
+from learner.model import load_actor
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
+from learner.served import weights_digest
 from tests.families import FAMILIES, SMALL, write_family
 from tests.learner_parts import SimulatedFeed, alone, make_config, make_groups, make_learner
 

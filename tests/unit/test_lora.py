@@ -23,10 +23,11 @@ from learner.correction import offpolicy_metrics
 from learner.initial import load_tokenizer
 from learner.loop import Learner
 from learner.lora import adapters_off, add_adapters, merged_parameters
-from learner.model import Actor, load_actor, published_weights, weights_digest
+from learner.model import Actor, load_actor
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
 from learner.scoring import answers
+from learner.served import PublishedWeights, weights_digest
 from tests.families import FAMILIES, SMALL
 from tests.learner_parts import SimulatedFeed, alone, make_config, make_groups, make_learner
 
@@ -51,7 +52,7 @@ def _parameters(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def _published(learner: Learner, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    return {n: t.clone() for n, t in published_weights(learner.models.actor.module, dtype=dtype)}
+    return {n: t.clone() for n, t in PublishedWeights(learner.models.actor.module, dtype=dtype)}
 
 
 @torch.no_grad()
@@ -137,7 +138,7 @@ def test_the_frozen_part_is_kept_in_the_dtype_that_is_served(weights: Path) -> N
     kinds = {(".lora_" in n, p.dtype) for n, p in models.actor.module.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     for only in (False, True):
-        weights = published_weights(models.actor.module, dtype="bfloat16", adapters_only=only)
+        weights = PublishedWeights(models.actor.module, dtype="bfloat16", adapters_only=only)
         assert list(weights.kinds()) == [(n, "bfloat16", tuple(t.shape)) for n, t in weights]
         assert {t.dtype for _, t in weights} == {torch.bfloat16}
         assert all((".lora_" in n) is only for n, _, _ in weights.kinds())
@@ -161,7 +162,7 @@ def test_merged_in_bfloat16_engines_get_a_part_of_the_update_and_adapters_alone_
     for _ in range(8):
         learner.step()
     trained, merged = _merged(learner), _published(learner, "bfloat16")
-    sent = published_weights(learner.models.actor.module, dtype="bfloat16", adapters_only=True)
+    sent = PublishedWeights(learner.models.actor.module, dtype="bfloat16", adapters_only=True)
     adapters = {name: t.float() for name, t in sent}
     alone = dict(base)
     for name in {n.partition(".lora_")[0] for n in adapters}:

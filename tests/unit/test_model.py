@@ -16,9 +16,10 @@ from common.tasks import TASKS
 from learner.batch import make_batch
 from learner.export import save_hf
 from learner.initial import initial_folder, load_tokenizer, served_folder
-from learner.model import Actor, load_actor, load_critic, published_weights, weights_digest
+from learner.model import Actor, load_actor, load_critic
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
+from learner.served import PublishedWeights, weights_digest
 from learner.sharding import shard
 from learner.toy import ALPHABET, EOS_ID, VOCABULARY, write_toy_folder
 from tests.learner_parts import alone, initial_weights, make_config, make_groups
@@ -65,7 +66,7 @@ def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_published_weights_are_the_models_without_a_tied_head(tied: bool) -> None:
     model = tiny_model(0, tie_word_embeddings=tied)
-    weights = published_weights(Actor(model), dtype="float32")
+    weights = PublishedWeights(Actor(model), dtype="float32")
     published = dict(weights)
     assert list(weights.kinds()) == [(n, "float32", tuple(t.shape)) for n, t in published.items()]
     assert ("lm_head.weight" in published) is (not tied)
@@ -80,7 +81,7 @@ def test_sharding_changes_no_number_and_no_name(tmp_path: Path) -> None:
     batch = make_batch(make_groups(make_config(), 0))
     (micro,) = micro_batches(batch, np.arange(16), Packing(4096))
     assert torch.equal(plain(micro)[0], sharded(micro)[0])
-    assert [n for n, _ in published_weights(sharded, dtype="float32")] == [n for n, _ in plain.lm.named_parameters()]
+    assert [n for n, _ in PublishedWeights(sharded, dtype="float32")] == [n for n, _ in plain.lm.named_parameters()]
     assert weights_digest(plain) == weights_digest(sharded)
 
 
@@ -94,7 +95,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights_and_temperature
     exact, _ = load_actor(tmp_path)(micro)
     assert logprobs.dtype == torch.float32
     assert 0 < (logprobs - exact).abs().max() < 0.1
-    assert {t.dtype for _, t in published_weights(actor, dtype="bfloat16")} == {torch.bfloat16}
+    assert {t.dtype for _, t in PublishedWeights(actor, dtype="bfloat16")} == {torch.bfloat16}
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
     assert weights_digest(actor) == weights_digest(load_actor(tmp_path))
 
@@ -135,7 +136,7 @@ def test_the_hugging_face_folder_loads_and_is_replaced_whole(tmp_path: Path) -> 
     assert not (target / "left over").exists()
     loaded = AutoModelForCausalLM.from_pretrained(target)
     assert loaded.config.architectures == ["Qwen2ForCausalLM"]
-    for name, p in published_weights(actor, dtype="float32"):
+    for name, p in PublishedWeights(actor, dtype="float32"):
         assert torch.equal(p, loaded.get_parameter(name)), name
     assert AutoTokenizer.from_pretrained(target)("ab")["input_ids"] == tokenizer("ab")["input_ids"]
     assert loaded.generation_config.eos_token_id == EOS_ID

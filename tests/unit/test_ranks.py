@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
-from learner.model import weights_digest
 from learner.models import load_models
 from learner.packing import Packing, micro_batches, shares
+from learner.served import weights_digest
 from tests import rank_program
 from tests.families import FAMILIES, write_family
 from tests.learner_parts import alone, initial_weights, make_config, make_groups, make_sample

@@ -12,8 +12,8 @@ from common.loading import load_config
 from common.preflight import world_faults
 from learner import resume
 from learner.loop import Learner
-from learner.model import weights_digest
 from learner.models import load_models
+from learner.served import weights_digest
 from tests.learner_parts import BASE, SimulatedFeed, alone, make_config, make_groups, make_learner
 
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "trainer.save_freq=2")

@@ -18,8 +18,8 @@ from common.hashes import verify
 from learner import checkpoint, resume, saving
 from learner.checkpoint import Checkpoints
 from learner.loop import Learner
-from learner.model import weights_digest
 from learner.models import load_models
+from learner.served import weights_digest
 from tests.learner_parts import SimulatedFeed, alone, make_config, make_groups, make_learner
 
 ROOT = Path(__file__).resolve().parents[2]

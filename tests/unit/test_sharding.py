@@ -20,12 +20,13 @@ from learner import offload, sharding
 from learner.attention import KEY, attend_by_rows
 from learner.batch import make_batch
 from learner.loop import train_step
-from learner.model import build_actor, build_critic, load_actor, load_critic, weights_digest
+from learner.model import build_actor, build_critic, load_actor, load_critic
 from learner.models import Models, load_models
 from learner.offload import Offload, at_work, put_away
 from learner.optim import make_optimizer
 from learner.ranks import arrange
 from learner.report import Clock
+from learner.served import weights_digest
 from learner.settings import live_settings
 from learner.sharding import place
 from tests.families import write_family

@@ -30,8 +30,8 @@ from learner.estimates import StartOfStep, make_kl_controller, make_targets
 from learner.initial import load_tokenizer
 from learner.loop import Learner
 from learner.lora import whole
-from learner.model import published_weights, weights_digest
 from learner.models import load_models
+from learner.served import PublishedWeights, weights_digest
 from tests.learner_parts import (
     SimulatedFeed,
     SimulatedWriter,
@@ -60,7 +60,7 @@ def learner_of(weights: Path, tmp_path: Path) -> Callable[..., Learner]:
 
 
 def _weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {n: p.clone() for n, p in published_weights(learner.models.actor.module, dtype="float32")}
+    return {n: p.clone() for n, p in PublishedWeights(learner.models.actor.module, dtype="float32")}
 
 
 def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
