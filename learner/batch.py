@@ -34,7 +34,6 @@ class Batch:
     scores: Tensor  # [batch] float32
     group_ids: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32
-    truncated: Tensor  # [batch] bool: ended by length
     baselines: Tensor | None = None  # [batch]: score of the greedy sample of the row's group, if it has one (`remax`)
     reward_parts: tuple[dict[str, float], ...] = ()  # [batch]: parts of the score, as the reward function named them
     baseline_lengths: NDArray[np.int64] | None = None  # [batch]: tokens of its response
@@ -91,10 +90,9 @@ class Columns:
     loss_mask: NDArray[np.bool_]  # [response tokens], as are the next two
     behavior_logprobs: NDArray[np.float32]
     behavior_versions: NDArray[np.int64]
-    scores: NDArray[np.float32]  # [rows], as are the next three
+    scores: NDArray[np.float32]  # [rows], as are the next two
     group_ids: NDArray[np.int64]
     temperatures: NDArray[np.float32]
-    truncated: NDArray[np.bool_]
     baselines: NDArray[np.float32]  # [rows]; [0] if no group has a greedy sample, as the next
     baseline_lengths: NDArray[np.int64]
     reward_parts: tuple[dict[str, float], ...]  # [rows]
@@ -119,7 +117,7 @@ class Columns:
 _DTYPES: dict[str, type] = {
     "prompt_lengths": np.int64, "response_lengths": np.int64, "tokens": np.int32, "loss_mask": np.bool_,
     "behavior_logprobs": np.float32, "behavior_versions": np.int64, "scores": np.float32, "group_ids": np.int64,
-    "temperatures": np.float32, "truncated": np.bool_, "baselines": np.float32, "baseline_lengths": np.int64,
+    "temperatures": np.float32, "baselines": np.float32, "baseline_lengths": np.int64,
 }  # fmt: skip
 
 
@@ -133,7 +131,6 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
         "scores": (s.reward for s in samples),
         "group_ids": (s.group for s in samples),
         "temperatures": (s.sampling.get("temperature", 1.0) for s in samples),
-        "truncated": (s.finish_reason == "length" for s in samples),
         "baselines": (greedy[s.group].reward for s in samples if greedy),
         "baseline_lengths": (len(greedy[s.group].response_ids) for s in samples if greedy),
     }
@@ -181,7 +178,6 @@ def lay_out(parts: Sequence[Columns], *, device: torch.device | str = "cpu") -> 
         scores=column("scores"),
         group_ids=column("group_ids"),
         temperatures=column("temperatures"),
-        truncated=column("truncated"),
         baselines=column("baselines") if has_baselines else None,
         reward_parts=tuple(parts_of for p in parts for parts_of in p.reward_parts),
         baseline_lengths=whole["baseline_lengths"] if has_baselines else None,

@@ -22,7 +22,6 @@ def test_tensors_have_one_row_per_sample_and_zeros_beyond_its_end() -> None:
     assert b.behavior_logprobs[0].tolist() == [*samples[0].behavior_logprobs.tolist(), 0, 0]
     assert b.scores.tolist() == [1.0, 0.0]
     assert b.group_ids.tolist() == [7, 7]
-    assert b.truncated.tolist() == [False, True]
     assert b.num_tokens == 6 + 2 + 6 + 4
 
 
