@@ -215,10 +215,21 @@ class Control:
         with self._changed:
             return self._view.model_files
 
-    def wait_for_model(self, deadline_s: float, stop: threading.Event | None = None) -> str:
-        """The model folder, once the learner has published it."""
+    def wait_for_model(
+        self, deadline_s: float, stop: threading.Event | None = None, *, after_warmup: bool = False
+    ) -> str:
+        """The model folder, once the learner has published it.
+
+        after_warmup: it may train it first, for as long as it likes: the deadline runs only while no learner is in the
+        registry.
+        """
+
+        def warms_up() -> bool:
+            return after_warmup and any(e.role == "learner" for e in self._view.entries.values())
+
         what = f"the model folder of run {self.run_id} at {self.address}"
-        return self._wait(lambda: self._view.model, what, deadline_s, stop, "the learner publishes it at its start")
+        remedy = "the learner publishes it at its start"
+        return self._wait(lambda: self._view.model, what, deadline_s, stop, remedy, pauses=warms_up)
 
     # ------------------------------------------------------------ desired state, limits, events
     def desired(self) -> Desired:
@@ -333,8 +344,10 @@ class Control:
                 raise Stopped(f"Redis at {self.address}")
 
     def _wait(
-        self, found: Callable[[], _T | None], what: str, deadline_s: float, stop: threading.Event | None, remedy: str
-    ) -> _T:
+        self, found: Callable[[], _T | None], what: str, deadline_s: float, stop: threading.Event | None, remedy: str,
+        pauses: Callable[[], bool] = lambda: False,
+    ) -> _T:  # fmt: skip
+        """pauses: while it is true the deadline does not run, and then it begins anew."""
         start, said = time.monotonic(), False
         with self._changed:
             while not (value := found()):
@@ -346,6 +359,8 @@ class Control:
                 if not said and waited > 1.0:
                     said = True
                     self._log.info("waits for %s", what)
+                if pauses():
+                    start = time.monotonic()
                 self._work.set()  # look again now, not in a second
                 self._changed.wait(min(0.1, deadline_s - waited))
         return value

@@ -32,14 +32,15 @@ def model_folder(control: Control, config: Config, run_dir: Path, stop: threadin
     """A folder with the learner's config and tokenizer; pulled over the control socket where it is not here.
 
     Raises:
-        DeadlineError: no learner announced them, or answered, within ``run.start_timeout_s``.
+        DeadlineError: no learner announced them, or answered, within ``run.start_timeout_s``. A learner that is in the
+            registry may take longer under ``weights.adapters_only``: it announces the base once it has warmed it up.
         WeightError: what the learner sent is not what it announced.
         ConfigError: the model needs code, which does not travel; or the base, of which only adapters will be sent.
         Stopped: when ``stop`` is set.
     """
     deadline_s = config.run.start_timeout_s
     end = time.monotonic() + deadline_s
-    path = control.wait_for_model(deadline_s, stop)
+    path = control.wait_for_model(deadline_s, stop, after_warmup=config.weights.adapters_only)
     digest = control.model_digest()
     there = Path(path)
     if _has_these(there, digest):

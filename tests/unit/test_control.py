@@ -93,6 +93,32 @@ def test_waits_end_when_told_to_stop(join):
         join().wait_for_model(30, stop)
 
 
+def test_a_learner_that_warms_up_may_take_longer_than_the_deadline_and_one_that_is_gone_may_not(join):
+    learner, generator = join(), join()
+    learner.register("learner", "learner")
+    until(lambda: generator.entries("learner"))
+    with pytest.raises(DeadlineError, match="the model folder of run"):
+        generator.wait_for_model(0.2)  # without a warm-up
+    found = []
+    waits = threading.Thread(target=lambda: found.append(generator.wait_for_model(0.3, after_warmup=True)))
+    waits.start()
+    waits.join(1.2)
+    assert waits.is_alive()
+    learner.publish_model("/run/base", "9f86")
+    waits.join(10)
+    assert found == ["/run/base"]
+
+
+def test_the_deadline_begins_when_the_learner_that_warmed_up_is_gone(join):
+    learner, generator = join(), join()
+    learner.register("learner", "learner")
+    until(lambda: generator.entries("learner"))
+    threading.Timer(0.5, learner.unregister).start()
+    with pytest.raises(DeadlineError, match="the model folder of run"):
+        generator.wait_for_model(0.3, after_warmup=True)
+    assert generator.entries("learner") == []
+
+
 def test_model_desired_state_limits_and_events(join):
     a, b = join(), join()
     assert (a.desired(), a.limit("staleness.max"), a.model()) == ("running", None, None)

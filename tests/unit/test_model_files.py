@@ -135,7 +135,7 @@ def test_another_folder_at_the_learners_path_is_left_alone(
 
     def find(there: Path) -> str:
         control: Any = SimpleNamespace(
-            wait_for_model=lambda *args: str(there), model_digest=lambda: digest,
+            wait_for_model=lambda *args, **kwargs: str(there), model_digest=lambda: digest,
             wait_for=lambda *args, **kwargs: SimpleNamespace(address="learner"),
         )  # fmt: skip
         return model_folder.model_folder(control, Config(), tmp_path / "run", threading.Event())
@@ -157,7 +157,11 @@ def test_where_only_adapters_are_sent_the_base_must_be_here(folder: Path, tmp_pa
     digest = digest_of(list_files(folder))
 
     def find(there: Path) -> str:
-        control: Any = SimpleNamespace(wait_for_model=lambda *args: str(there), model_digest=lambda: digest)
+        def announced(_deadline_s: float, _stop: threading.Event, *, after_warmup: bool) -> str:
+            assert after_warmup, "the learner announces it after a supervised start, which may be long"
+            return str(there)
+
+        control: Any = SimpleNamespace(wait_for_model=announced, model_digest=lambda: digest)
         return model_folder.model_folder(control, config, tmp_path / "run", threading.Event())
 
     with pytest.raises(ConfigError, match="is not on this host, or has other files, and only adapters are sent"):
