@@ -26,13 +26,12 @@ from typing import Any
 from common.buffers import Buffer
 from common.errors import WeightError
 from common.hashes import MANIFEST, sha256
-from common.tensor_files import read_header
+from common.tensor_files import INDEX, SINGLE, read_header
 from common.weights import Entry, Manifest
 
 SCHEMA = 1
 SHARD_BYTES = 5 << 30
 PIECE_BYTES = 16 << 20  # written at once
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _DTYPES = {
     "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64",

@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # as Hugging Face names them
 MAX_HEADER_BYTES = 100 << 20  # as safetensors has it
 
 
@@ -31,11 +32,14 @@ def read_header(file: int) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def num_elements(folder: Path) -> int | None:
-    """Elements of all tensors of a Hugging Face folder, without a tied head; None: there are none, or none readable."""
+    """Elements of all tensors of a Hugging Face folder, without a tied head; None: there are none, or none readable.
+
+    Other safetensors files that lie there (`consolidated.safetensors`: the same weights once more) do not count.
+    """
     total = 0
     try:
         tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings", False)
-        files = sorted(folder.glob("*.safetensors"))
+        files = _files(folder)
         for path in files:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -46,3 +50,13 @@ def num_elements(folder: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
     return total if files else None
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that `from_pretrained` reads."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        return []
+    shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(shards))]

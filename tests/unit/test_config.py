@@ -204,6 +204,10 @@ def test_the_engines_of_a_host_have_room_for_what_they_stage_together(tmp_path, 
     save_file({"a": torch.zeros(1000, 70)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": torch.zeros(30_000), "lm_head.weight": torch.zeros(1000, 70)},
               tmp_path / "model-00002-of-00002.safetensors")  # fmt: skip
+    shards = {"a": 1, "b": 2, "lm_head.weight": 2}
+    index = {"weight_map": {name: f"model-0000{i}-of-00002.safetensors" for name, i in shards.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.zeros(1000, 100)}, tmp_path / "consolidated.safetensors")  # as in Mistral's
 
     def refused(free, *overrides):
         monkeypatch.setattr("common.preflight.free_bytes", lambda: free)
@@ -223,6 +227,11 @@ def test_the_engines_of_a_host_have_room_for_what_they_stage_together(tmp_path, 
     for file in tmp_path.glob("*2.safetensors"):
         file.write_bytes(b"torn")
     assert refused(1) == []  # not known; the engines look for themselves
+    save_file({"a": torch.zeros(1000, 50)}, tmp_path / "model.safetensors")  # it comes first
+    assert refused(200_000, "generators.count=2") == [] and len(refused(199_999, "generators.count=2")) == 1
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert refused(1) == []  # nothing that would be read
 
 
 def test_unknown_task():
