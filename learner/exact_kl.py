@@ -32,7 +32,7 @@ def exact_kl(config: Config, reference: Actor | WithoutAdapters | None) -> Itera
     # Adapters lie beside the backbone alone: without them it is the reference, and its head is the reference's.
     without = isinstance(reference, WithoutAdapters)
     with nullcontext() if without else at_work(reference):
-        head = (reference.actor if without else reference).frozen_head()
+        head = (reference.actor if without else reference).frozen_head(dtype=config.model.dtype)
 
         @torch.no_grad()
         def beside(micro: MicroBatch) -> Beside:

@@ -80,20 +80,29 @@ class Actor(nn.Module):
         return LinearHead(ends.weight, getattr(ends, "bias", None), scale)
 
     @torch.no_grad()
-    def frozen_head(self) -> Head:
+    def frozen_head(self, *, dtype: str) -> Head:
         """`head` as it is now, whole on each rank, to be used outside of `forward`; collective if it is sharded.
 
-        It takes up vocabulary · hidden numbers in the dtype of the hidden states.
+        dtype: `model.dtype`, in which the hidden states come, too (see `sharding.shard`). Each rank casts its rows, and
+        what is gathered and kept are vocabulary · hidden numbers of it.
         """
         reshard(self)
         head = self.head
-        whole = [None if p is None else gathered(shard_of(p.detach())[0], p) for p in (head.weight, head.bias)]
+
+        def gather(p: Tensor | None) -> Tensor | None:
+            if p is None:
+                return None
+            rows = shard_of(p.detach())[0]
+            return gathered(rows if dtype == "float32" else rows.to(DTYPES[dtype]), p)
+
+        weight, bias = gather(head.weight), gather(head.bias)
 
         @functools.cache
-        def kept(dtype: torch.dtype, device: torch.device) -> LinearHead:
-            return LinearHead(*(None if t is None else t.to(device, dtype) for t in whole), scale=head.scale)
+        def on(device: torch.device) -> LinearHead:  # rows of one rank may live on the host
+            moved = (None if t is None else t.to(device) for t in (weight, bias))
+            return LinearHead(*moved, scale=head.scale)
 
-        return lambda hidden: kept(hidden.dtype, hidden.device)(hidden)
+        return lambda hidden: on(hidden.device)(hidden)
 
 
 class Critic(nn.Module):

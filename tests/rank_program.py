@@ -29,7 +29,7 @@ from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
 from learner.loop import Outcome, train_step
 from learner.lora import whole
-from learner.model import build_actor, load_actor, reshard
+from learner.model import DTYPES, build_actor, load_actor, reshard
 from learner.models import Models, load_models
 from learner.packing import MicroBatch, Packing, micro_batches
 from learner.ranks import Ranks, arrange, join_ranks, leave_ranks
@@ -97,6 +97,7 @@ def main(weights: Path, out: Path) -> None:
         one_reduction(weights, ranks)
         one_digest(ranks)
         gathered_as_served(weights, ranks)
+        gathered_as_computed(weights, ranks)
         skip_alike(weights, ranks)
         save(weights, out, ranks)
         rounded = in_bfloat16(weights, ranks)
@@ -341,6 +342,18 @@ def gathered_as_served(weights: Path, ranks: Ranks) -> None:
         total = sum(t.numel() for t in published.values())
         assert total <= seen.gathered[torch.bfloat16] <= total + padding, seen.gathered
         assert a <= seen.gathered[torch.float32] <= a + bool(options) * padding, seen.gathered
+
+
+def gathered_as_computed(weights: Path, ranks: Ranks) -> None:
+    """The reference's head for the exact KL travels in the dtype of the hidden states, and is that of the weights."""
+    for dtype in ("bfloat16", "float32"):
+        actor = load_models(make_config(f"model.dtype={dtype}"), weights, ranks).actor.module
+        with _Collectives() as seen:
+            head = actor.frozen_head(dtype=dtype)
+        assert set(seen.gathered) <= {DTYPES[dtype]} and bool(seen.gathered) == (ranks.world_size > 1), seen.gathered
+        hidden = torch.eye(actor.hidden_size, dtype=DTYPES[dtype])
+        expected = dict(PublishedWeights(actor, dtype=dtype))["model.embed_tokens.weight"]  # tied
+        assert torch.equal(head(hidden), expected.T)
 
 
 def skip_alike(weights: Path, ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner import logprobs, resume
+from learner import logprobs, model, resume
 from learner.batch import Batch, make_batch
 from learner.exact_kl import exact_kl
 from learner.model import Actor, load_actor
@@ -73,6 +73,21 @@ def test_value_and_gradient_are_those_of_whole_logits(packing: Packing, monkeypa
     for name, p in actor.named_parameters():
         assert (p.grad - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max(), name
     assert all(p.grad is None for p in reference.parameters())
+
+
+def test_the_head_is_cast_before_it_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several ranks: `rank_program.gathered_as_computed`."""
+    config = make_config(*FULL, "model.dtype=bfloat16")
+    reference = load_models(config, initial_weights(tmp_path, config), alone()).reference
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(model, "gathered", lambda rows, _: seen.append(rows) or rows)
+    with exact_kl(config, reference) as besides:
+        batch = make_batch(make_groups(config, 1))
+        micro = micro_batches(batch, np.arange(len(batch)), Packing(4096))[0]
+        beside = besides(micro)
+        logits = beside.head(beside.hidden)
+    assert [t.dtype for t in seen] == [torch.bfloat16] and beside.hidden.dtype == torch.bfloat16
+    assert torch.equal(logits, beside.hidden @ seen[0].T)
 
 
 @pytest.mark.parametrize("options", [(), ("model.lora_rank=4", "actor.optim.lr=1e-2")], ids=["reference", "adapters"])
