@@ -34,8 +34,6 @@ def run_fleet(role: Role, argv: list[str], *, module: str = "generators.loop") -
         LeewayError: there is no room for a staged version of each (others may free some); or every generator
             failed: its text and exit code are those of the last.
     """
-    for fault in staging_faults(role.config):
-        raise LeewayError(fault)
     fleet = Fleet(role, [sys.executable, "-m", module, *argv])
     try:
         failure = fleet.run()
@@ -60,6 +58,7 @@ class Fleet:
     def run(self) -> End | None:
         """Until told to stop or all have ended by themselves (None), or until the last has failed: how."""
         self._role.control.register("fleet", self._role.name)
+        self._refuse_too_many()
         self._adapt()
         while True:
             outcome = self._supervisor.watch(self._tick, finishes=lambda _, end: end.returncode == 0)
@@ -92,10 +91,21 @@ class Fleet:
             self._adapt()
         return not self._role.stop.is_set()
 
+    def _wanted(self) -> tuple[int, float]:
+        """How many are to be here, and when that was asked for (0.0: by the config)."""
+        return asked_size(self._role.control.limit, self._role.name) or (self._role.config.generators.count, 0.0)
+
+    def _refuse_too_many(self) -> None:
+        """Unless there is room for a staged version of each that is wanted now, which may be fewer than configured."""
+        config, (count, _) = self._role.config, self._wanted()
+        generators = config.generators.model_copy(update={"count": count})
+        for fault in staging_faults(config.model_copy(update={"generators": generators})):
+            raise LeewayError(fault)
+
     def _adapt(self) -> None:
         """Start who is missing; have the youngest drain where there are too many."""
         control = self._role.control
-        asked = asked_size(control.limit, self._role.name) or (self._role.config.generators.count, 0.0)
+        asked = self._wanted()
         going = [name for name in self._left if drains(control.limit, name)]
         if asked != self._asked:
             self._asked, self._num_lost = asked, 0

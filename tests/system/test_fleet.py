@@ -1,17 +1,26 @@
 """The fleet with real processes; the generators in it have no engine."""
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from common.control import Control, Entry, start_server
+from common.errors import LeewayError
+from common.limits import size_key
+from common.loading import load_config
+from generators.fleet import Fleet
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEET = [sys.executable, "-m", "tests.simulated_generator", "fleet"]
@@ -186,6 +195,24 @@ def test_a_fleet_grows_and_shrinks_and_a_drained_generator_is_not_replaced(fleet
     assert fleet.poll() is None  # it waits to be asked for more
     assert fleets.verb("scale", "1") == 0
     fleets.generators(1)
+
+
+def test_a_fleet_that_was_made_smaller_needs_room_for_no_more_when_it_starts_again(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(1000)}, tmp_path / "model.safetensors")  # 2,000 bytes in bfloat16
+    monkeypatch.setattr("common.preflight.free_bytes", lambda: 3_000)
+    config = load_config([], ["data.task=reverse_digits", f"model.path={tmp_path}", "generators.count=8"])
+    control = SimpleNamespace(register=lambda *args: None, update=lambda **fields: None)
+    role = SimpleNamespace(
+        config=config, control=control, name="fleet", run_dir=tmp_path, stop=threading.Event(), log=logging.getLogger()
+    )
+    role.stop.set()
+    for asked, count in ((None, 8), ([2, 1.0], 2)):
+        control.limit = lambda key, asked=asked: asked if key == size_key("fleet") else None
+        with pytest.raises(LeewayError, match=f"generators.count={count}: with weights.staging=host"):
+            Fleet(role, []).run()
+    control.limit = lambda key: [0, 1.0] if key == size_key("fleet") else None
+    assert Fleet(role, []).run() is None
 
 
 def test_which_fleet_is_to_change_must_be_said_where_there_are_several(fleets):
