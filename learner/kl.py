@@ -96,10 +96,16 @@ def kl_of_logprobs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         KL_t = Σ_a π(a | prefix) (log π(a | prefix) − log π_ref(a | prefix))
 
     logprobs, ref_logprobs: [tokens, vocab] → [tokens]. No bias in value or gradient given the prefix.
-    A symbol that π never draws (−inf) adds nothing, whatever the reference thinks of it.
+    A symbol that π never draws (π = 0) adds nothing, whatever the reference thinks of it. As in `kl_penalty`, a token
+    whose KL is not finite (the reference never draws what π may, or is NaN) keeps that value and has gradient 0, so
+    that under a mask it changes nothing.
     """
-    difference = torch.where(logprobs > -math.inf, logprobs - ref_logprobs, 0)
-    return (logprobs.exp() * difference).sum(-1)
+    probabilities = logprobs.exp()
+    difference = torch.where(probabilities > 0, logprobs - ref_logprobs, 0)
+    total = difference.detach().sum(-1)  # inf or NaN where one of them is
+    finite = total.isfinite()
+    kl = (probabilities * difference.masked_fill(~finite.unsqueeze(-1), 0)).sum(-1)
+    return torch.where(finite, kl, total)
 
 
 class FixedKLController:

@@ -118,6 +118,32 @@ def test_full_kl_ignores_symbols_that_cannot_be_drawn():
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("poison", [-math.inf, math.nan])
+@pytest.mark.parametrize("chunk_tokens", [1, 256])
+def test_full_kl_that_is_not_finite_has_no_gradient_and_keeps_to_its_token(poison, chunk_tokens):
+    """The reference never draws what the policy may, at the second token, which a mask takes out."""
+    logits = torch.tensor([[0.0, 1.0, 2.0]] * 3, requires_grad=True)
+    ref_logits = torch.tensor([[1.0, 0.0, 2.0]] * 3)
+    ref_logits[1, 0] = poison
+    kl = full_kl(logits, ref_logits, chunk_tokens=chunk_tokens)
+    assert kl[1] == math.inf if poison == -math.inf else kl[1].isnan()
+    live = torch.tensor([True, False, True])
+    kl.masked_fill(~live, 0).sum().backward()
+    masked = logits.grad.clone()
+    assert masked.isfinite().all() and not masked[1].any()
+    logits.grad = None
+    full_kl(logits, torch.tensor([[1.0, 0.0, 2.0]] * 3), chunk_tokens=chunk_tokens)[live].sum().backward()
+    torch.testing.assert_close(masked, logits.grad, rtol=1e-6, atol=0)
+    assert masked[0].any()
+
+
+def test_full_kl_ignores_what_the_policy_draws_with_a_probability_that_is_0_in_float32():
+    logits = torch.tensor([[0.0, 1.0, -200.0]], requires_grad=True)
+    kl = full_kl(logits, torch.tensor([[1.0, 0.0, -math.inf]]))
+    kl.sum().backward()
+    assert kl.item() == pytest.approx(1 - 2 / (1 + math.e), rel=1e-6) and logits.grad.isfinite().all()
+
+
 def test_full_kl_computes_in_float32_for_bfloat16_logits():
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     kl = full_kl(logits, logits.flip(-1))
