@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from common.errors import LeewayError
 from common.logs import LOGGER
-from learner.files import replace_file, replace_folder
+from learner.files import leave_folder, replace_file
 from learner.model import DTYPES, Actor
 from learner.ranks import Ranks
 from learner.served import PublishedWeights
@@ -19,7 +18,10 @@ _log = logging.getLogger(LOGGER)
 
 
 def save_hf(target: Path, actor: Actor, tokenizer: Any, *, dtype: str, ranks: Ranks) -> None:
-    """Weights (safetensors), config, generation settings and tokenizer, in place of what `target` was."""
+    """Weights (safetensors), config, generation settings and tokenizer, in place of what `target` was.
+
+    Raises LeewayError if it cannot be written.
+    """
     weights = {}
     for name, tensor in PublishedWeights(actor, dtype=dtype):  # gathered by all ranks, kept by the first
         if ranks.first:
@@ -37,13 +39,7 @@ def save_hf(target: Path, actor: Actor, tokenizer: Any, *, dtype: str, ranks: Ra
             actor.lm.config.dtype = before
         tokenizer.save_pretrained(folder)
 
-    try:
-        replace_folder(target, write)
-    except OSError as e:
-        raise LeewayError(
-            f"{target}: cannot be written ({e.strerror or e}); the last step is in a checkpoint, so mend that and run "
-            "the same command again"
-        ) from e
+    leave_folder(target, write)
 
 
 def _writable(config: Any) -> Any:

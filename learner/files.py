@@ -7,12 +7,32 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from common.errors import LeewayError
+
 
 def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a fresh folder, then put it in place of `target`."""
     fresh = fresh_folder(target)
     write(fresh)
     put_in_place(fresh, target)
+
+
+def leave_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """`replace_folder`, for what a run leaves behind when its last step is in a checkpoint.
+
+    Raises:
+        LeewayError: it cannot be written: the disk is full, the place is not ours, ….
+    """
+    try:
+        replace_folder(target, write)
+    except (OSError, SafetensorError) as e:  # safetensors has an error of its own for a full disk
+        reason = getattr(e, "strerror", None) or e
+        raise LeewayError(
+            f"{target}: cannot be written ({reason}); the last step is in a checkpoint, so mend that and run the same "
+            "command again"
+        ) from e
 
 
 def fresh_folder(target: Path) -> Path:

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from common.adapters import Adapters, is_adapter, sent_name
 from common.errors import ConfigError
-from learner.files import replace_folder
+from learner.files import leave_folder
 
 BASE = ".base_layer."  # what peft puts into the names of frozen parameters
 
@@ -168,6 +168,7 @@ def save_adapter(target: Path, lm: nn.Module, config: Any, *, base: str, first: 
     """The adapters alone, in peft's format, in place of what `target` was; collective, written by the first rank.
 
     base: the model they belong to, as peft is to find it.
+    Raises LeewayError if they cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -182,4 +183,4 @@ def save_adapter(target: Path, lm: nn.Module, config: Any, *, base: str, first: 
         config.base_model_name_or_path, config.inference_mode = base, True
         config.save_pretrained(folder)
 
-    replace_folder(target, write)
+    leave_folder(target, write)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +16,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.adapters import Adapters
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, LeewayError
 from common.logs import LOGGER
 from learner import ending, resume
 from learner.batch import make_batch
 from learner.correction import offpolicy_metrics
+from learner.export import save_hf
 from learner.initial import load_tokenizer
 from learner.loop import Learner
-from learner.lora import adapters_off, add_adapters, merged_parameters
+from learner.lora import adapters_off, add_adapters, merged_parameters, save_adapter
 from learner.model import Actor, load_actor
 from learner.models import load_models
 from learner.packing import Packing, micro_batches
@@ -131,6 +133,26 @@ def test_what_a_run_leaves_behind_loads_with_and_without_peft(
     base = AutoModelForCausalLM.from_pretrained(weights)
     with_adapter = PeftModel.from_pretrained(base, learner.run_dir / "adapter").eval()
     assert (_logprobs(with_adapter.get_base_model()) - trained).abs().max() < 1e-5
+
+
+def test_a_disk_that_is_full_at_the_end_is_named_and_what_is_saved_already(
+    learner_of: Callable[..., Learner], weights: Path, tmp_path: Path
+) -> None:
+    learner = learner_of()
+    actor, tokenizer = learner.models.actor.module, load_tokenizer(weights, learner.config)
+    says = r"cannot be written \(.*File too large.*\); the last step is in a checkpoint, so mend that and run the same"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))  # config and the like fit
+    try:
+        with pytest.raises(LeewayError, match=rf"{tmp_path}/adapter: {says}"):
+            save_adapter(tmp_path / "adapter", actor.lm, actor.lora, base=str(weights), first=True)
+        with pytest.raises(LeewayError, match=rf"{tmp_path}/hf: {says}"):
+            save_hf(tmp_path / "hf", actor, tokenizer, dtype="float32", ranks=alone())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (tmp_path / "adapter").write_text("")
+    with pytest.raises(LeewayError, match=r"deeper: cannot be written \((Not a directory|File exists)\)"):
+        save_adapter(tmp_path / "adapter" / "deeper", actor.lm, actor.lora, base=str(weights), first=True)
 
 
 def test_the_frozen_part_is_kept_in_the_dtype_that_is_served(weights: Path) -> None:
