@@ -21,6 +21,7 @@ from common.metric_table import METRICS, declared
 
 _log = logging.getLogger(LOGGER)
 Numbers = dict[str, float | None]
+MAX_SERIES = 500  # of Prometheus; a step has half as many, beside its parts of the reward
 
 
 class Sink(Protocol):
@@ -117,7 +118,11 @@ class TensorBoard:
 
 
 class Prometheus:
-    """The numbers of the newest step at ``http://HOST:PORT/metrics``, as ``leeway_critic_score_mean{run="…"}``."""
+    """The numbers of the newest step at ``http://HOST:PORT/metrics``, as ``leeway_critic_score_mean{run="…"}``.
+
+    What the step does not have is not there. Of names that become one (``a-b``, ``a_b``) the first is there, and no
+    more than ``MAX_SERIES`` are.
+    """
 
     def __init__(self, run_id: str, host: str, port: int) -> None:
         """port: 0: any that is free; the log says which.
@@ -128,19 +133,37 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._registry, self._gauge, self._run_id = CollectorRegistry(), Gauge, run_id
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, Any] = {}  # by metric
+        self._said = False  # that some are left out
         self._server, self._thread = start_http_server(port, host, self._registry)
         self.port = int(self._server.server_port)
         _log.info("Prometheus finds the metrics at http://%s:%d/metrics", host, self.port)
 
     def write(self, step: int, values: Numbers) -> None:
-        for name, value in {"step": step, **values}.items():
+        values = {"step": step, **values}
+        shown = self._shown(values)
+        for name in self._gauges.keys() - shown.keys():
+            self._registry.unregister(self._gauges.pop(name))
+        for name, series in shown.items():
             if name not in self._gauges:
                 unit, meaning = METRICS.get(declared(name) or "", ("1", name))
-                self._gauges[name] = self._gauge(
-                    "leeway_" + re.sub(r"\W", "_", name), f"{meaning} [{unit}]", ["run"], registry=self._registry
-                )
+                self._gauges[name] = self._gauge(series, f"{meaning} [{unit}]", ["run"], registry=self._registry)
+            value = values[name]
             self._gauges[name].labels(self._run_id).set(float("nan") if value is None else value)
+
+    def _shown(self, values: Numbers) -> dict[str, str]:
+        """Metric -> series."""
+        metrics: dict[str, str] = {}
+        for name in values:
+            metrics.setdefault("leeway_" + re.sub(r"\W", "_", name, flags=re.ASCII), name)
+        shown = {name: series for series, name in list(metrics.items())[:MAX_SERIES]}
+        if not self._said and (left := [name for name in values if name not in shown]):
+            self._said = True
+            _log.warning(
+                "prometheus: %s%s left out: at most %d metrics, and of names that are one to Prometheus the first",
+                left[0], f" and {len(left) - 1} more are" if len(left) > 1 else " is", MAX_SERIES,
+            )  # fmt: skip
+        return shown
 
     def close(self) -> None:
         self._server.shutdown()

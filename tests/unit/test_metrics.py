@@ -15,6 +15,7 @@ from common.errors import LeewayError
 from common.loading import load_config
 from common.metric_table import METRICS, declared
 from common.metrics import MetricsWriter, read_metrics
+from common.sinks import MAX_SERIES
 from learner import report
 
 BASE = ["model.toy=true", "data.task=reverse_digits", "run.id=x"]
@@ -151,6 +152,31 @@ def test_prometheus_is_told_the_newest_step(writer, tmp_path):
     assert 'leeway_critic_score_mean{run="x"} 0.5\n' in text and 'leeway_step{run="x"} 2.0\n' in text
     assert 'leeway_queue_dropped_stale{run="x"} 3.0\n' in text and 'leeway_actor_lr{run="x"} NaN\n' in text
     assert "# HELP leeway_queue_dropped_stale Group attempts dropped so far for this reason. [groups]\n" in text
+
+
+def scraped(writer_):
+    """{series: value} of the metrics, as Prometheus gets them."""
+    url = f"http://127.0.0.1:{writer_._sinks[0].sink.port}/metrics"
+    lines = urllib.request.urlopen(url, timeout=10).read().decode().splitlines()
+    return {name.removesuffix('{run="x"}'): float(v) for name, v in (x.split() for x in lines if x[0] != "#")}
+
+
+def test_prometheus_has_what_the_step_has_and_one_series_of_names_that_are_one(writer, caplog):
+    w = writer("trainer.logger=[prometheus]")
+    parts = {f"reward_parts/{part}/mean": value for part, value in (("a-b", 1), ("a_b", 2), ("é", 3), ("ü", 4))}
+    w.write(1, {**parts, "val/step": 1})
+    first = {"leeway_step": 1, "leeway_reward_parts_a_b_mean": 1, "leeway_reward_parts___mean": 3}
+    assert scraped(w) == first | {"leeway_val_step": 1}
+    assert "prometheus: reward_parts/a_b/mean and 1 more are left out" in caplog.text
+    w.write(2, {"reward_parts/a_b/mean": 5, "actor/lr": 0.5})
+    assert scraped(w) == {"leeway_step": 2, "leeway_reward_parts_a_b_mean": 5, "leeway_actor_lr": 0.5}
+    w.write(3, {"val/step": 3})
+    assert scraped(w) == {"leeway_step": 3, "leeway_val_step": 3}
+    for step in (4, 5):  # names that vary, and too many
+        w.write(step, {"actor/lr": 1, **{f"reward_parts/{step}-{i}/mean": i for i in range(MAX_SERIES)}})
+        seen = scraped(w)
+        assert len(seen) == MAX_SERIES and seen["leeway_actor_lr"] == 1 and f"leeway_reward_parts_{step}_7_mean" in seen
+    assert caplog.text.count("prometheus: ") == 1 and "switched off" not in caplog.text
 
 
 def test_a_port_that_is_taken_ends_the_sink_and_not_the_run(writer, tmp_path, caplog):
