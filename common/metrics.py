@@ -1,4 +1,4 @@
-"""Metrics: the table of all names, and the writer with its sinks. The only wandb import.
+"""The writer of metrics, to a file and to the sinks of `sinks.py`; the table of all names is in `metric_table.py`.
 
 A name that is not in ``METRICS`` is an error under ``LEEWAY_STRICT=1`` (tests); elsewhere it is
 written with a warning. ``{a,b}`` in a pattern is one of several words, ``<x>`` any one part.
