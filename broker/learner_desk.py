@@ -233,11 +233,17 @@ class LearnerDesk:
     def _status(self, peer: bytes, *, id: int) -> None:
         self._s.send(peer, "status_is", id=id, status=status(self._s))
 
-    def _rollback(self, peer: bytes, *, id: int, run: str, step: int, who: str) -> None:
+    def _rollback(
+        self, peer: bytes, *, id: int, run: str, epoch: int, step: int, who: str, lr_factor: float
+    ) -> None:  # fmt: skip
         s = self._s
         self._refuse_other_run(run)
+        if not 0 < lr_factor <= 1:
+            raise WireError("wrong_value", f"rollback.lr_factor: {lr_factor} is not in (0, 1]")
+        if epoch >= 0:
+            s.ledger.fence(epoch)  # asked again it says: rolled back
         before = s.ledger.drops.get(ROLLED_BACK, Drops()).count
-        version = s.ledger.roll_back(step, who=who[:100], at=time.time())
+        version = s.ledger.roll_back(step, who=who[:100], at=time.time(), lr_factor=lr_factor)
         s.commit()
         s.log.warning("%s rolled the run back to the checkpoint of step %d: version %d", who[:100], step, version)
         if (parked := s.parked) is not None:

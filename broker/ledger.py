@@ -357,7 +357,7 @@ class Ledger(Book):
             insort(self.checkpoints, step)
         self._changes.checkpoints.append((step, epoch, path))
 
-    def roll_back(self, to: int, *, who: str, at: float) -> int:
+    def roll_back(self, to: int, *, who: str, at: float, lr_factor: float = 1.0) -> int:
         """Give up every step after the checkpoint of ``to``; the version from which the run goes on.
 
         Versions and steps never go down: the rollback raises v by one and takes a step number of its own.
@@ -366,7 +366,7 @@ class Ledger(Book):
 
         Args:
             to: step of a valid checkpoint; 0: the first.
-            who: decided it. at: Unix seconds.
+            who: decided it. at: Unix seconds. lr_factor: of the learning rates from then on; it stands in the row.
 
         Raises:
             LedgerError: there is no such checkpoint, or an earlier rollback gave it up.
@@ -383,7 +383,8 @@ class Ledger(Book):
         self._changes.steps.append(
             Step(
                 step=c.step, epoch=c.epoch, version=c.version - 1, limit=0, applied=False, reason="rollback",
-                settings={}, digest="", keys=(), payload_bytes=0, optimizer_span=(at, at), restored=to,
+                settings={} if lr_factor == 1 else {"lr_factor": lr_factor}, digest="", keys=(), payload_bytes=0,
+                optimizer_span=(at, at), restored=to,
             )
         )  # fmt: skip
         self.abandoned = [(first, last) for first, last in self.abandoned if first <= to]

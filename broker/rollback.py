@@ -98,7 +98,7 @@ def ask_broker(folder: Path, config: Config, to: int, who: str) -> tuple[int, in
         raise LedgerError(f"{folder}: the run has only begun; try again")
     address = f"tcp://{config.run.bind_host}:{port}"
     with closing(Dealer(address, f"rollback-{os.getpid()}-{time.time_ns()}".encode())) as dealer:
-        dealer.send(encode("rollback", id=1, run=str(config.run.id), step=to, who=who))
+        dealer.send(encode("rollback", id=1, run=str(config.run.id), epoch=-1, step=to, who=who, lr_factor=1.0))
         frames = dealer.receive(BROKER_S)
     if frames is None:
         raise DeadlineError(

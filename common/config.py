@@ -376,16 +376,18 @@ class Rollout(Section):
 
 class Guard(Section):
     limits: dict[str, float] = Field(default_factory=dict)
-    """Largest value of a step's metrics by name, e.g. `{actor/ppo_kl: 0.1, actor/kl_loss: 1, actor/grad_norm: 50}`."""
+    """Largest value of a step's metrics by name, e.g. `{rollout_corr/k3_kl: 0.1, actor/grad_norm: 50}`; `{}`: none."""
     patience: PositiveInt = 3
-    """Steps in a row with one of them beyond its limit (or not a number) after which `action` is taken."""
+    """Steps in a row with one of them beyond its limit (or not a number) after which `action` is taken; steps without
+    the metric (skipped ones, those without a validation) do not count."""
     action: Literal["rollback", "pause", "stop"] = "rollback"
     """rollback: the run goes on from the newest checkpoint before these steps, as after `launch.py rollback`; pause:
     it waits for a person; stop: it ends with an error."""
     lr_factor: float = Field(0.5, gt=0, le=1)
-    """The learning rates of actor and critic are multiplied by this at each rollback of the guard."""
+    """The learning rates of actor and critic are multiplied by this at each rollback of the guard, and stay so; also
+    those that `launch.py set` gives."""
     max_rollbacks: NonNegativeInt = 2
-    """Rollbacks of the run, those made by hand included, after which the guard ends it instead."""
+    """Rollbacks in the history that stands, those made by hand included, after which the guard ends the run instead."""
 
 
 class Trainer(Section):

@@ -50,6 +50,7 @@ VERL_NAMES = {
     "actor.checkpoint.async_save": "trainer.async_save",
     "trainer.total_training_steps": "run.max_steps",
 }
+MAPPINGS = ("trainer.guard.limits",)  # keys whose values are mappings, which files and overrides add to
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -162,8 +163,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaf paths of nested mappings; an empty mapping has none."""
-    if isinstance(value, dict):
+    """Leaf paths of nested mappings; an empty mapping has none, but a key whose value is one."""
+    if value == {} and prefix in MAPPINGS:
+        yield prefix, {}
+    elif isinstance(value, dict):
         for k, v in value.items():
             yield from _leaves(v, f"{prefix}.{k}" if prefix else str(k))
     elif prefix:
@@ -182,7 +185,9 @@ def _set(tree: dict[str, Any], origin: dict[str, str], key: str, value: Any, whe
             faults.append(f"{where}: {key}: {part!r} is a value, not a section")
             return
         node = child
-    if isinstance(node.get(parts[-1]), dict):
+    if key in MAPPINGS and not value:  # takes back what came before
+        value = {}
+    elif isinstance(node.get(parts[-1]), dict):
         if value is not None:
             faults.append(f"{where}: {key}: is a section, not a value")
         return

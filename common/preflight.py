@@ -37,6 +37,8 @@ MAY_CHANGE = (
     "trainer.test_freq:", "trainer.max_ckpt_to_keep:", "trainer.async_save:", "trainer.logger:",
     "trainer.prometheus_port:", "trainer.resume_mode:", "trainer.resume_from_path:", "trainer.project_name:",
     "trainer.experiment_name:", "ledger.fsync:", "ledger.keep_bytes:", "ledger.redo_bytes:", "ledger.untrained_bytes:",
+    "weights.transport:", "weights.snapshot:", "weights.staging:", "weights.bucket_bytes:", "weights.timeout_s:",
+    "weights.canary_every:",
 )  # fmt: skip
 # What the weights of a step depend on, beside its rollouts. A folder may lie elsewhere: the digests tell.
 REPLAY_MATTERS = (

@@ -86,9 +86,10 @@ LEARNER_OPS: dict[str, dict[str, Any]] = {
     # have the held-out prompts sampled by generators that hold at least `version`
     "validate": {"id": int, "epoch": int, "step": int, "version": int},
     "validations": {"id": int, "epoch": int},
-    # anybody may ask these two, without `attach`; `step`: of the checkpoint that the run shall go back to
+    # anybody may ask these two, without `attach`. `step`: of the checkpoint that the run shall go back to; `epoch`: of
+    # the learner that decides it, -1: a person does; `lr_factor`: of the learning rates from then on
     "status": {"id": int},
-    "rollback": {"id": int, "run": str, "step": int, "who": str},
+    "rollback": {"id": int, "run": str, "epoch": int, "step": int, "who": str, "lr_factor": float},
     # broker -> learner
     # `abandoned`: [first, last] of each run of steps that a rollback gave up
     "attached": {

@@ -240,7 +240,7 @@ def load_tokenizer(folder: str, given: str | None) -> Any:
     """
     place = Path(given) if given else tokenizer_folder(Path(folder))
     try:
-        if (place / "tokenizer.json").is_file():
+        if _is_whole(place):
             from tokenizers import Tokenizer  # transformers takes seconds to import
 
             return Tokenizer.from_file(str(place / "tokenizer.json"))
@@ -249,6 +249,18 @@ def load_tokenizer(folder: str, given: str | None) -> Any:
         return AutoTokenizer.from_pretrained(place)
     except Exception as e:  # `tokenizers` raises bare Exceptions
         raise ConfigError(f"{place}: its tokenizer cannot be loaded ({str(e).splitlines()[0]})") from e
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether `tokenizer.json` alone decodes as transformers would with what lies beside it."""
+    try:
+        own = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
+        beside = json.loads((place / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    known = {t["content"] for t in own.get("added_tokens", ())}
+    added = {t["content"] for t in beside.get("added_tokens_decoder", {}).values()}
+    return not beside.get("clean_up_tokenization_spaces") and added <= known
 
 
 def tokenizer_folder(folder: Path) -> Path:

@@ -195,9 +195,12 @@ class Feed:
         """The claimed batch is not trained; its groups are ready again if they are young enough."""
         self._ask("return", epoch=self.epoch, step=step, reason=reason)
 
-    def roll_back(self, *, step: int, who: str) -> None:
-        """The run is to go on from the checkpoint of ``step``. This learner has lost its epoch then: it has to end."""
-        self._ask("rollback", run=self._run_id, step=step, who=who)
+    def roll_back(self, *, step: int, who: str, lr_factor: float) -> None:
+        """The run is to go on from the checkpoint of ``step``, with so much of the learning rates.
+
+        This learner has lost its epoch then: it has to end. RolledBackError: it was rolled back already.
+        """
+        self._ask("rollback", run=self._run_id, epoch=self.epoch, step=step, who=who, lr_factor=lr_factor)
 
     def checkpoint_valid(self, *, step: int, path: str) -> None:
         """The checkpoint of an acknowledged step is complete on disk."""

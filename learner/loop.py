@@ -115,7 +115,9 @@ class Learner:
             self.clock = Clock()
             return True
         self.look_ahead(step + 1)
-        settings = claim.settings or self.ranks.share(lambda: live_settings(self.config, self.control))
+        settings = claim.settings or self.ranks.share(
+            lambda: live_settings(self.config, self.control, lr_factor=self.progress.lr_factor)
+        )
         began = time.time()
         outcome = self.train(batch, settings, step=step, version=version, limit=claim.limit, clock=clock)
         span = [began, time.time()]
@@ -156,7 +158,7 @@ class Learner:
 
     def claim_first(self, step: int) -> Any:
         """`claim` on rank 0."""
-        while self.control.desired() == "paused" and not self.stop.is_set():
+        while (self.control.desired() == "paused" or self.guard_pauses()) and not self.stop.is_set():
             self.control.update(state="paused")
             self.stop.wait(PAUSE_POLL_S)
         if self.stop.is_set():
@@ -202,6 +204,10 @@ class Learner:
         if not can_be_mended(error):
             raise error
         self.log.warning("the batch of step %d, asked for ahead: %s; it is asked for again", step, error)
+
+    def guard_pauses(self) -> bool:
+        """Whether the guard wants a pause that it could not tell the others of yet; tells them if it can."""
+        return self.guard is not None and self.guard.pauses(self.control)
 
     def waits(self, reason: str) -> None:
         """Say what the learner waits for: in the registry at once, in the log now and then."""

@@ -18,7 +18,8 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     rolled_back_at: int = -1  # step of the newest rollback
-    rollbacks: int = 0
+    rollbacks: int = 0  # in the history that stands
+    lr_factor: float = 1.0  # of the learning rates, since those of the guard
     given_up: int = 0  # steps that rollbacks gave up, and these themselves
     staleness_max: int | None = None
     first_scores: list[float] = field(default_factory=list)  # of the first `window` steps
@@ -49,9 +50,10 @@ class Progress:
         self.skipped += 1
         self.skipped_in_a_row += 1
 
-    def count_rollback(self, step: int, version: int) -> None:
+    def count_rollback(self, step: int, version: int, *, lr_factor: float = 1.0) -> None:
         """The row of a rollback to here, `step`: the weights as they are become `version`."""
         self.rollbacks += 1
+        self.lr_factor *= lr_factor
         self.given_up += step - self.step
         self.step = self.rolled_back_at = step
         self.version = version

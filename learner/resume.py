@@ -146,7 +146,7 @@ def replay(learner: Learner, path: Any) -> tuple[Progress, int]:
     for row in learner.feed.rows(after=loaded):
         if row.restored == progress.step:
             learner.log.warning("step %d: rolled back to the checkpoint of step %d", row.step, row.restored)
-            progress.count_rollback(row.step, row.version + 1)
+            progress.count_rollback(row.step, row.version + 1, lr_factor=row.settings.get("lr_factor", 1.0))
             values = progress_metrics(progress, learner.config) | {"training/rolled_back_to": row.restored}
             learner.writer.write(row.step, values)
             continue

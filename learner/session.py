@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from common.adapters import Adapters
-from common.metrics import MetricsWriter
+from common.metrics import FILE as METRICS_FILE
+from common.metrics import MetricsWriter, read_metrics
 from common.model_files import FileServer, digest_of, list_files
 from common.roles import Role
 from learner import ending, resume
@@ -105,6 +106,7 @@ class Session:
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached, begun=role.begun)
+        self._recall(self.learner)
         self.learner.publish(always=True)
         if isinstance(publisher, Publisher):
             publisher.make_canary()
@@ -171,6 +173,12 @@ class Session:
     def _guard(self) -> Guard | None:
         config = self.role.config
         return Guard(config.trainer.guard) if config.trainer.guard.limits and not config.replay.rollouts else None
+
+    def _recall(self, learner: Learner) -> None:
+        """What the guard knew when the learner before this one ended."""
+        if learner.guard is not None and learner.ranks.first:
+            rows, _ = read_metrics(self.role.run_dir / METRICS_FILE)
+            learner.guard.recall(rows, after=learner.progress.rolled_back_at, to=learner.progress.step)
 
     def _canary(self, folder: Path) -> CanaryForward:
         config, model = self.role.config, self.role.config.model

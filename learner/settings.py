@@ -12,8 +12,11 @@ class Limits(Protocol):
     def limit(self, name: str) -> Any: ...
 
 
-def live_settings(config: Config, control: Limits) -> dict[str, float]:
-    """Value of each live setting by its path: the live limit where a number is set, else the config's."""
+def live_settings(config: Config, control: Limits, *, lr_factor: float = 1.0) -> dict[str, float]:
+    """Value of each live setting by its path: the live limit where a number is set, else the config's.
+
+    lr_factor: of the learning rates, wherever they come from.
+    """
     actor = config.actor
     settings = {
         "actor.optim.lr": actor.optim.lr,
@@ -25,4 +28,6 @@ def live_settings(config: Config, control: Limits) -> dict[str, float]:
     }
     for name in settings:
         settings[name] = number(control.limit(name), settings[name])
+        if name.endswith(".lr"):
+            settings[name] *= lr_factor
     return settings

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.config import Config
+from common.errors import ControlError
 from common.loading import load_config
 from common.wire import Sample
 from learner.checkpoint import Checkpoints
@@ -165,11 +166,12 @@ class SimulatedFeed:
         self.version += applied
         return SimulatedStepped(self.version)
 
-    def roll_back(self, *, step: int, who: str = "somebody") -> None:
+    def roll_back(self, *, step: int, who: str = "somebody", lr_factor: float = 1.0) -> None:
         """What the ledger does when somebody decides it."""
         to, step = step, len(self.step_rows) + 1
         self.abandoned += ((to + 1, step - 1),)
-        self.step_rows.append(SimulatedRow(step, False, {}, "", None, restored=to, version=self.version))
+        settings = {"lr_factor": lr_factor}
+        self.step_rows.append(SimulatedRow(step, False, settings, "", None, restored=to, version=self.version))
         self.version += 1
         self._claims.clear()
 
@@ -207,6 +209,7 @@ class SimulatedPublisher:
 
 class SimulatedControl:
     def __init__(self) -> None:
+        self.away = False
         self.limits: dict[str, Any] = {}
         self.state = "running"
 
@@ -220,10 +223,9 @@ class SimulatedControl:
         return []
 
     def set_desired(self, state: str, who: str) -> None:
+        if self.away:
+            raise ControlError("Redis is away")
         self.state = state
-
-    def set_limit(self, name: str, value: Any, who: str) -> None:
-        self.limits[name] = value
 
     def update(self, **fields: Any) -> None: ...
 

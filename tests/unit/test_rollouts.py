@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from common.archive import Archive
 from common.errors import ConfigError
 from common.rollouts import COLUMNS, Rollouts, config_in
-from generators.records import main
+from generators.records import _is_whole, load_tokenizer, main
 from learner.toy import toy_tokenizer, write_toy_folder
 from tests.recorded import SETTINGS, Recorder, made_elsewhere, toy_sample
 
@@ -176,3 +177,12 @@ def test_what_is_not_parquet_is_refused(tmp_path: Path) -> None:
         Rollouts(tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="not a parquet file"):
         Rollouts(tmp_path / "b.parquet")
+
+
+def test_the_quick_tokenizer_is_taken_only_where_it_decodes_alike(tmp_path: Path) -> None:
+    write_toy_folder(tmp_path, max_tokens=32)
+    beside = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert type(load_tokenizer("", str(tmp_path))).__name__ == "Tokenizer"
+    for change in ({"clean_up_tokenization_spaces": True}, {"added_tokens_decoder": {"99": {"content": "<|tool|>"}}}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside | change))
+        assert not _is_whole(tmp_path)

@@ -598,6 +598,9 @@ def test_status_says_since_when_a_step_is_at_the_learner(broker):
     assert "broker waits: step 1 is at the learner, for 7.0 s" in b.ask("status")[1]["status"]["waits"]
 
 
+BY_HAND = {"run": "r", "epoch": -1, "step": 0, "who": "me", "lr_factor": 1.0}
+
+
 def test_a_rollback_of_a_run_that_goes_on_tells_everybody(broker):
     b, epoch = with_ready_groups(broker)
     b.ask("checkpoint", epoch=epoch, step=0, path="c")
@@ -610,10 +613,10 @@ def test_a_rollback_of_a_run_that_goes_on_tells_everybody(broker):
     b.beat("a", version=2)
     b.tell(b"learner", "claim", id=99, epoch=epoch, step=3, version=2, num_groups=1000)
     b.turn()
-    assert b.ask("rollback", run="other", step=0, who="me")[1]["detail"] == "this is the broker of run r, not of other"
-    assert "not valid; valid are: 0" in b.ask("rollback", run="r", step=1, who="me")[1]["detail"]
+    assert b.ask("rollback", **{**BY_HAND, "run": "other"})[1]["detail"] == "this is the broker of run r, not of other"
+    assert "not valid; valid are: 0" in b.ask("rollback", **{**BY_HAND, "step": 1})[1]["detail"]
     leased = b.service.ledger.leases_of("a")
-    b.tell(b"verb", "rollback", id=7, run="r", step=0, who="me")
+    b.tell(b"verb", "rollback", id=7, **BY_HAND)
     messages = b.turn()
     told = [(op, f) for op, f, _ in messages if op in ("error", "rolled_back")]
     assert [op for op, _ in told] == ["error", "rolled_back"] and told[0][1]["id"] == 99
@@ -625,6 +628,24 @@ def test_a_rollback_of_a_run_that_goes_on_tells_everybody(broker):
     assert "older than the rollback to 3" in next(f for op, f, _ in messages if op == "wait")["reason"]
     answer = b.ask("attach", run="r", name="learner", incarnation="2")[1]
     assert (answer["step"], answer["version"], answer["floor"], answer["abandoned"]) == (3, 3, 3, [[1, 2]])
+
+
+def test_a_learner_that_rolls_its_run_back_is_asked_for_its_epoch(broker):
+    """Repeated after a silence it is made once; a learner that was replaced meanwhile decides nothing."""
+    b, first = with_ready_groups(broker)
+    b.ask("checkpoint", epoch=first, step=0, path="c")
+    epoch = b.ask("attach", run="r", name="learner", incarnation="2")[1]["epoch"]
+    guard = {**BY_HAND, "who": "guard", "lr_factor": 0.5}
+    assert b.ask("rollback", **{**guard, "epoch": first})[1]["kind"] == "fenced"
+    for lr_factor in (0.0, 1.5, float("nan")):
+        b.tell(b"learner", "rollback", id=1, **{**guard, "epoch": epoch, "lr_factor": lr_factor})
+        assert b.router.take(b"learner") == [] and ops(b.turn()) == ["refused"]
+    assert b.ask("rollback", **{**guard, "epoch": epoch})[0] == "rolled_back"
+    assert b.ask("rollback", **{**guard, "epoch": epoch})[1]["kind"] == "rolled_back", "an error: it has lost its epoch"
+    assert b.service.ledger.counters.step == 1
+    epoch = b.ask("attach", run="r", name="learner", incarnation="3")[1]["epoch"]
+    _, _, payload = b.ask("row", epoch=epoch, after=0)
+    assert unpack(payload[0])["settings"] == {"lr_factor": 0.5} and unpack(payload[0])["restored"] == 0
 
 
 def test_a_draining_run_trains_what_is_out_and_ends(broker):
