@@ -38,19 +38,24 @@ class Shelf(Protocol):
 class FileSender(SnapshotSender):
     """The learner's end of one transfer; of the transfer's thread, but for ``abort``."""
 
+    _shelf: tuple[Shelf, Ticket]
+    _stored: Stored | None = None
     _unread = 0  # bytes of the version that the workers were not told of
-    _give_back: Callable[[], None] | None = None
 
-    def wait(self) -> None:
-        """The version is still being written."""
-        self._tell(encode("wait"))
+    def serve(self, shelf: Shelf, ticket: Ticket) -> None:
+        """Where the version of this transfer will be, once the first bucket is sent."""
+        self._shelf = shelf, ticket
 
-    def offer(self, stored: Stored, give_back: Callable[[], None]) -> None:
-        """All buckets of the layout are to be read there. give_back: called once nobody reads any more."""
-        self._unread, self._give_back = stored.layout.total_bytes, give_back
-        self._tell(encode("folder", encode_manifest(stored.layout), path=str(stored.path)))
+    def _open(self) -> None:
+        """Wait until the version is written. A fault is raised before the workers hear of an end: it is the reason."""
+        shelf, ticket = self._shelf
+        self._stored = shelf.take(ticket, lambda: self._tell(encode("wait")))
+        self._unread = self._stored.layout.total_bytes
+        self._tell(encode("folder", encode_manifest(self._stored.layout), path=str(self._stored.path)))
 
     def send(self, bucket: torch.Tensor) -> None:
+        if self._stored is None:
+            self._open()
         if not self._unread:
             super().send(bucket)  # the digests
             return
@@ -62,9 +67,9 @@ class FileSender(SnapshotSender):
 
     def close(self) -> None:
         super().close()
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            self._shelf[0].give_back(stored)
 
 
 class FileReceiver(SnapshotReceiver):
@@ -124,23 +129,14 @@ class FileTransport(SnapshotTransport):
         self._shelf = shelf
 
     def open_group(self, ticket: Ticket, num_workers: int) -> FileSender:
-        """Wait for the engine's workers, then for the version to be written.
+        """Wait for the engine's workers; the first bucket then waits for the version to be written.
 
         Raises:
-            WeightError: they did not come within the timeout; see ``Shelf.take``.
+            WeightError: they did not come within the timeout.
         """
         sender = super().open_group(ticket, num_workers)
         assert isinstance(sender, FileSender)
-        try:
-            stored = self._shelf.take(ticket, sender.wait)
-        except BaseException:
-            sender.close()
-            raise
-        try:
-            sender.offer(stored, lambda: self._shelf.give_back(stored))
-        except BaseException:
-            sender.close()
-            raise
+        sender.serve(self._shelf, ticket)
         return sender
 
 

@@ -17,7 +17,7 @@ import torch
 
 from common.buffers import Buffer
 from common.errors import WeightError
-from common.file_snapshot import FileTransport
+from common.file_snapshot import FileTransport, read
 from common.snapshot import CHUNK_BYTES, WINDOW, SnapshotTransport, pull
 from common.stored import Stored, write_version
 from common.transfer import KeptGroups, StoreTransport, Ticket, Transport
@@ -282,6 +282,31 @@ def test_a_worker_that_has_everything_may_leave_before_the_others() -> None:
         sending.result(30)
     group.close()
     second.close()
+
+
+def test_why_a_version_is_not_there_is_raised_before_the_workers_hear_of_an_end() -> None:
+    """Else their report of the end comes first, and takes the reason's place."""
+
+    class Empty:
+        def take(self, ticket: Ticket, meanwhile: Callable[[], None]) -> Stored:
+            raise WeightError("nothing was written")
+
+        def give_back(self, stored: Stored) -> None:
+            raise AssertionError("it was never taken")
+
+    transport = FileTransport("127.0.0.1", timeout_s=30, shelf=Empty())
+    ticket = transport.announce(1, 7)
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(read, ticket, rank=1, timeout_s=30)
+        group = transport.open_group(ticket, 1)
+        receiver = joining.result(30)
+    with pytest.raises(WeightError, match="nothing was written"):
+        group.send(bucket(0))
+    assert receiver._dealer.receive(0.2) is None
+    group.close()
+    with pytest.raises(WeightError, match="the learner ended the transfer"):
+        receiver.receive(torch.zeros(BUCKET_BYTES, dtype=torch.uint8))
+    receiver.close()
 
 
 def test_a_worker_that_leaves_before_it_has_everything_is_named(workers: list[Worker]) -> None:
