@@ -30,11 +30,16 @@ class PublishedWeights:
             if is_adapter(name) == self._adapters_only:
                 yield sent_name(name) if self._adapters_only else merged_name(name), self._dtype, tuple(p.shape)
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def shards(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, this rank's rows in the served dtype, the parameter whose rows they are). Collective with adapters."""
         reshard(self._actor)
         lm = self._actor.lm
         for name, rows, p in adapter_parameters(lm) if self._adapters_only else merged_parameters(lm):
-            yield name, gathered(rows.to(DTYPES[self._dtype]), p)
+            yield name, rows.to(DTYPES[self._dtype]), p
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, rows, p in self.shards():
+            yield name, gathered(rows, p)
 
 
 def weights_digest(module: nn.Module) -> str:

@@ -20,6 +20,7 @@ from learner.canary import AdapterCanary, CanaryForward
 from learner.checkpoint import Checkpoints
 from learner.families import vocab_size
 from learner.feed import Feed
+from learner.gathering import Gathering
 from learner.guard import Guard
 from learner.initial import initial_folder, load_tokenizer, served_folder
 from learner.loop import Learner
@@ -89,7 +90,11 @@ class Session:
         feed = SharedFeed(own, ranks)
         attached = feed.attach()
         alone = ranks.first or bool(config.replay.rollouts)  # a replay gathers no weights: nobody is sent them
-        publisher = self._own_publisher(attached.epoch) if alone else Helper()
+        own_publisher = self._own_publisher(attached.epoch) if alone else Helper()
+        publisher = own_publisher
+        if ranks.world_size > 1 and not config.replay.rollouts:
+            publisher = Gathering(own_publisher, ranks)
+            self._open.callback(publisher.close)
         folder, warmup = ranks.share(lambda: self._initial_weights(served, ranks.device))
         if config.weights.adapters_only:
             ranks.share(lambda: self._announce(folder))  # engines read the base
@@ -101,15 +106,17 @@ class Session:
             started=self.started, ahead=self._ahead(own, ranks) if isinstance(own, Feed) else None,
             guard=self._guard(),
         )  # fmt: skip
-        if isinstance(publisher, Publisher):
-            publisher.prove_with(self._canary(folder))
+        if isinstance(own_publisher, Publisher):
+            own_publisher.prove_with(self._canary(folder))
         if warmup is not None:
             writer.write(0, {f"warmup/{k}": v for k, v in vars(warmup).items()})
         resume.resume(self.learner, attached, begun=role.begun)
         self._recall(self.learner)
         self.learner.publish(always=True)
-        if isinstance(publisher, Publisher):
-            publisher.make_canary()
+        if isinstance(publisher, Gathering):
+            publisher.wait()
+        if isinstance(own_publisher, Publisher):
+            own_publisher.make_canary()
         return self.learner
 
     def finish(self, ended: str) -> None:

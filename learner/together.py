@@ -69,7 +69,7 @@ class Helper:
     """Publisher and metrics writer of a rank that is not the first: takes part in gathering, keeps nothing."""
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Gather each tensor with the others; rank 0 keeps it."""
+        """Take part in gathering each tensor; rank 0 keeps it."""
         for _ in tensors:
             pass
 

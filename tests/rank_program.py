@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from learner import logprobs
 from learner import models as loading
 from learner.batch import make_batch
 from learner.checkpoint import Checkpoints
+from learner.gathering import Gathering
 from learner.loop import Outcome, train_step
 from learner.lora import whole
 from learner.model import DTYPES, build_actor, load_actor, reshard
@@ -98,6 +100,7 @@ def main(weights: Path, out: Path) -> None:
         one_digest(ranks)
         gathered_as_served(weights, ranks)
         gathered_as_computed(weights, ranks)
+        gathered_beside(weights, ranks)
         skip_alike(weights, ranks)
         save(weights, out, ranks)
         rounded = in_bfloat16(weights, ranks)
@@ -342,6 +345,50 @@ def gathered_as_served(weights: Path, ranks: Ranks) -> None:
         total = sum(t.numel() for t in published.values())
         assert total <= seen.gathered[torch.bfloat16] <= total + padding, seen.gathered
         assert a <= seen.gathered[torch.float32] <= a + bool(options) * padding, seen.gathered
+
+
+class Keeping:
+    """A publisher that waits for `go`, then keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.go, self.kept = threading.Event(), {}
+
+    def publish(self, version: int, tensors: Any) -> None:
+        assert self.go.wait(60)
+        self.kept[version] = {name: t.clone() for name, t in tensors}
+        assert list(self.kept[version]) == [name for name, _, _ in tensors.kinds()]
+
+    def stats(self) -> dict[str, float]:
+        return {"weights/members": 0}
+
+
+def gathered_beside(weights: Path, ranks: Ranks) -> None:
+    """A version is what the weights were when `publish` returned, though training goes on before it is gathered."""
+    if ranks.world_size == 1:
+        return
+    layouts = ((), ("actor.fsdp_config.fsdp_size=1",), ("model.lora_rank=4",))
+    for layout, dtype in zip(layouts, ("float32", "bfloat16", "float32"), strict=True):
+        layout = (*layout, "actor.optim.lr=1e-2")
+        config = make_config(*COMMON, *layout)
+        arranged_ranks = arranged(ranks, config)
+        models = load_models(config, weights, arranged_ranks)
+        publisher = Keeping()
+        gathering = Gathering(publisher, arranged_ranks)
+        expected = {}
+        for version in (1, 2):
+            served = PublishedWeights(models.actor.module, dtype=dtype)
+            expected[version] = {name: t.clone() for name, t in served}
+            publisher.go.clear()
+            gathering.publish(version, served)
+            assert _step(models, arranged_ranks, version, *layout).applied  # collectives of its own meanwhile
+            assert version not in publisher.kept
+            publisher.go.set()
+        gathering.wait()
+        if ranks.first:
+            assert expected[1].keys() == expected[2].keys() and publisher.kept.keys() == {1, 2}
+            for version, tensors in publisher.kept.items():
+                assert all(torch.equal(t, expected[version][name]) for name, t in tensors.items()), (version, layout)
+            assert any(not torch.equal(expected[1][name], t) for name, t in expected[2].items())
 
 
 def gathered_as_computed(weights: Path, ranks: Ranks) -> None:
