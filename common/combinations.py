@@ -173,11 +173,6 @@ def _guard(c: Config) -> Iterator[str]:
             yield f"trainer.guard.limits.{name}: no such metric; docs/metrics.md lists them"
     if "actor/kl_loss" in guard.limits and not c.actor.use_kl_loss:
         yield "trainer.guard.limits.actor/kl_loss: there is none with actor.use_kl_loss=false; leave it out"
-    if guard.limits and guard.action == "rollback" and c.run.max_restarts == 0:
-        yield (
-            "trainer.guard.action=rollback: the learner is started again to go back, which run.max_restarts=0 forbids; "
-            "raise that, or take another action"
-        )
     kept_steps = (c.trainer.max_ckpt_to_keep - 1) * c.trainer.save_freq
     if bool(guard.limits) and guard.action == "rollback" and not 0 < guard.patience <= kept_steps:
         yield (

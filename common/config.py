@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -375,7 +376,7 @@ class Rollout(Section):
 
 
 class Guard(Section):
-    limits: dict[str, float] = Field(default_factory=dict)
+    limits: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Largest value of a step's metrics by name, e.g. `{rollout_corr/k3_kl: 0.1, actor/grad_norm: 50}`; `{}`: none."""
     patience: PositiveInt = 3
     """Steps in a row with one of them beyond its limit (or not a number) after which `action` is taken; steps without

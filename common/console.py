@@ -52,7 +52,7 @@ def make_console(
     feed = Feed(run_dir)
     if out.isatty():
         return LiveTable(config, feed, entries, desired, out)
-    return PlainLines(feed, out)
+    return PlainLines(feed, out, steps="console" in config.trainer.logger)
 
 
 class Feed:
@@ -94,8 +94,8 @@ def _without_date(line: str) -> str:
 class PlainLines:
     """``step:N - k:v`` for each step and the roles' log lines in between."""
 
-    def __init__(self, feed: Feed, out: TextIO) -> None:
-        self._feed, self._out = feed, out
+    def __init__(self, feed: Feed, out: TextIO, *, steps: bool = True) -> None:
+        self._feed, self._out, self._steps = feed, out, steps
 
     def note(self, line: str) -> None:
         print(line, file=self._out, flush=True)
@@ -103,7 +103,7 @@ class PlainLines:
     def tick(self) -> None:
         for line in self._feed.lines():
             self.note(line)
-        for row in self._feed.rows():
+        for row in self._feed.rows() if self._steps else ():
             values = {k: v for k, v in row.items() if k not in ("step", "time")}
             self.note(format_line(row["step"], values))
 

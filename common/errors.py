@@ -13,7 +13,7 @@ LeewayError
 │   └── RequestCancelled  a request was ended early, on demand
 ├── TrainingError    the training has gone wrong for good (exit code 2)
 ├── FencedError      this process lost its epoch to a newer one (exit code 2: it must not take it back)
-│   └── RolledBackError  the weights it holds were given up; started again, it goes on from a checkpoint (exit code 1)
+│   └── RolledBackError  the weights it holds were given up; started again, it goes on from a checkpoint (exit code 3)
 ├── CheckpointError  a checkpoint that is missing, damaged or foreign
 ├── ReplayError      recorded rollouts that cannot be trained, or not to the recorded weights (exit code 2)
 ├── DeadlineError    a named wait that reached its limit
@@ -21,6 +21,9 @@ LeewayError
 
 A message says what happened, where, and what to do.
 """
+
+
+GO_BACK = 3  # exit code of a role that is to be started again, and not because it failed
 
 
 class LeewayError(Exception):
@@ -90,7 +93,7 @@ class FencedError(LeewayError):
 
 
 class RolledBackError(FencedError):
-    exit_code = 1
+    exit_code = GO_BACK
 
 
 class CheckpointError(LeewayError):

@@ -225,9 +225,11 @@ def _known_prefix(loc: tuple[int | str, ...]) -> str:
     model: Any = Config
     for part in loc:
         parts.append(str(part))
-        field = model.model_fields.get(part)
+        if ".".join(parts[:-1]) in MAPPINGS:
+            break
+        field = model.model_fields.get(part) if model is not None else None
         model = field.annotation if field else None
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        if not (isinstance(model, type) and issubclass(model, BaseModel)) and ".".join(parts) not in MAPPINGS:
             break
     return ".".join(parts)
 

@@ -135,7 +135,10 @@ class Prometheus:
         self._registry, self._gauge, self._run_id = CollectorRegistry(), Gauge, run_id
         self._gauges: dict[str, Any] = {}  # by metric
         self._said = False  # that some are left out
-        self._server, self._thread = start_http_server(port, host, self._registry)
+        try:
+            self._server, self._thread = start_http_server(port, host, self._registry)
+        except OSError as e:
+            raise OSError(f"trainer.prometheus_port={port}: {e.strerror}; take another, or 0") from e
         self.port = int(self._server.server_port)
         _log.info("Prometheus finds the metrics at http://%s:%d/metrics", host, self.port)
 

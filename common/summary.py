@@ -31,7 +31,7 @@ class Summary:
     staleness_max: int | None = None
     overlap_ratio: float | None = None  # mean over the steps
     equal_steps: int | None = None  # exact replay: steps whose weights were those of the record
-    hf_dir: str | None = None
+    hf_dir: str | None = None  # written at a clean end
     wandb_dir: str | None = None
     seconds: float = 0.0  # since the learner started
 
@@ -86,7 +86,7 @@ class Summary:
     def _head(self) -> str:
         minutes, seconds = divmod(int(self.seconds), 60)
         time = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-        return f"{self.step} steps in {time}" + (f", {self.ended}" if self.ended else "")
+        return f"{self.step} steps in {time}, {self.ended or 'as of the newest checkpoint'}"
 
 
 def _or_none(value: int | None) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from common.errors import GO_BACK
 from common.logs import LOGGER
 from common.processes import child_environment, kill_descendants, signal_group
 from common.roles import ERROR_FILE
@@ -38,6 +39,11 @@ class End:
     own_error: str | None  # what it said itself, if it ended by an error of its own
     own_exit_code: int  # 2: nothing a restart could mend
     killed: bool  # by a signal, it or its worker
+
+    @property
+    def goes_back(self) -> bool:
+        """It is to be started again as a matter of course, from a checkpoint that a rollback has named."""
+        return self.own_error is not None and self.own_exit_code == GO_BACK
 
     def __str__(self) -> str:
         if self.own_error:
@@ -72,6 +78,8 @@ def verdict(child: Child, end: End, max_restarts: int) -> Literal["restart", "gi
     """
     if end.own_error is not None and end.own_exit_code == 2:
         return "give up"
+    if end.goes_back:
+        return "restart"
     never_worked = not child.ready and not end.killed
     if never_worked and (child.restarts == 0 or child.last_error == str(end)):
         return "give up"
@@ -169,11 +177,12 @@ class Supervisor:
         return item[0]
 
     def _plan_restart(self, child: Child, end: End) -> None:
-        delay_s = min(0.25 * 2**child.restarts, 10.0) if child.restarts else 0.0
-        child.restarts += 1
+        delay_s = min(0.25 * 2**child.restarts, 10.0) if child.restarts and not end.goes_back else 0.0
+        child.restarts += not end.goes_back
         child.last_error = str(end)
         child.restart_at = time.monotonic() + delay_s
-        what = f"{str(end).splitlines()[0]}; started again ({child.restarts} of {self.max_restarts})"
+        count = "" if end.goes_back else f" ({child.restarts} of {self.max_restarts})"
+        what = f"{str(end).splitlines()[0]}; started again{count}"
         _log.warning("%s: %s", child.name, what)
         self.on_restart(child.name, what)
 

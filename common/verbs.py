@@ -179,13 +179,7 @@ def why(place: Place) -> int:
 @contextlib.contextmanager
 def _running(place: Place) -> Iterator[Control]:
     """The control of a run that has processes. Raises ControlError if it has none."""
-    try:
-        control = _connect(place)
-    except ControlError as e:
-        summary = Summary.read(place.folder) if place.folder else None
-        if summary is not None and summary.ended:
-            raise ControlError(f"run {place.run_id} has ended ({summary.ended}); start it again to go on") from e
-        raise
+    control = _connect(place)
     try:
         if not control.entries():
             raise ControlError(f"run {place.run_id}: no process of it is running")
@@ -195,8 +189,15 @@ def _running(place: Place) -> Iterator[Control]:
 
 
 def _connect(place: Place) -> Control:
-    control = Control(place.redis_url, place.run_id, deadline_s=_CONNECT_S, patience_s=_PATIENCE_S)
-    control.refresh()
+    """Raises ControlError: no Redis there; it says so if that is because the run has ended."""
+    try:
+        control = Control(place.redis_url, place.run_id, deadline_s=_CONNECT_S, patience_s=_PATIENCE_S)
+        control.refresh()
+    except ControlError as e:
+        summary = Summary.read(place.folder) if place.folder else None
+        if summary is not None and summary.ended:
+            raise ControlError(f"run {place.run_id} has ended ({summary.ended}); start it again to go on") from e
+        raise
     return control
 
 

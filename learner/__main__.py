@@ -21,9 +21,13 @@ def main(role: Role) -> int:
 
     try:
         with Session(role, started=started) as session:
-            learner = session.start()
-            ended = learner.run()
-            session.finish(ended)
+            try:
+                learner = session.start()
+                ended = learner.run()
+                session.finish(ended)
+            except LeewayError as e:
+                session.fail(e)
+                raise
     except RuntimeError as e:
         if isinstance(e, LeewayError) or not _lost_a_rank(e):
             raise

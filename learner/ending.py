@@ -38,16 +38,16 @@ def finish(learner: Learner, ended: str, *, tokenizer: Any) -> None:
             validation.validate_last(learner)
     except Stopped as e:
         learner.log.warning("%s", e)
-    write_summary(learner, ended)
+    write_summary(learner, ended, hf=True)
     if not stopped and learner.ranks.first:
         end_the_others(learner, ended)
 
 
-def write_summary(learner: Learner, ended: str) -> None:
-    """`summary.json`, which the launcher prints; `ended` is empty while the run goes on."""
+def write_summary(learner: Learner, ended: str, *, hf: bool = False) -> None:
+    """`summary.json`, which the launcher prints; `ended` is empty while the run goes on. hf: `hf/` is of this end."""
     if not learner.ranks.first:
         return
-    hf, wandb = learner.run_dir / "hf", learner.run_dir / "wandb"
+    wandb = learner.run_dir / "wandb"
     val = learner.validations.latest
     summary = learner.progress.summary(
         ended=ended,
@@ -57,7 +57,7 @@ def write_summary(learner: Learner, ended: str) -> None:
         equal_steps=learner.stats.get("replay/num_equal_steps"),
         val_score=val and val["score"],
         val_version=val and val["version"],
-        hf_dir=str(hf) if hf.is_dir() else None,
+        hf_dir=str(learner.run_dir / "hf") if hf else None,
         wandb_dir=str(wandb) if wandb.is_dir() else None,
     )
     if learner.config.replay.rollouts:

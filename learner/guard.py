@@ -97,7 +97,7 @@ def heed(learner: Learner, guard: Guard, values: Mapping[str, float]) -> None:
         raise TrainingError(f"{reason}; lower actor.optim.lr, or go back to a checkpoint (launch.py rollback)")
     if guard.rails.action == "rollback":
         roll_back(learner, guard.rails, reason, before=first)
-    learner.log.error("%s; the run is paused: launch.py rollback, set or resume", reason)
+    learner.log.error("%s; the run is paused: after launch.py set or rollback, if need be, launch.py resume", reason)
     guard.beyond.clear()
     guard.wants_pause = True  # heeded before the next batch is claimed
 

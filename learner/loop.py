@@ -158,7 +158,7 @@ class Learner:
 
     def claim_first(self, step: int) -> Any:
         """`claim` on rank 0."""
-        while (self.control.desired() == "paused" or self.guard_pauses()) and not self.stop.is_set():
+        while (self.guard_pauses() or self.control.desired() == "paused") and not self.stop.is_set():
             self.control.update(state="paused")
             self.stop.wait(PAUSE_POLL_S)
         if self.stop.is_set():

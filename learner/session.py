@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from common.adapters import Adapters
+from common.errors import GO_BACK, LeewayError
 from common.metrics import FILE as METRICS_FILE
 from common.metrics import MetricsWriter, read_metrics
 from common.model_files import FileServer, digest_of, list_files
@@ -106,6 +107,8 @@ class Session:
             started=self.started, ahead=self._ahead(own, ranks) if isinstance(own, Feed) else None,
             guard=self._guard(),
         )  # fmt: skip
+        if ranks.first and isinstance(own, Feed):
+            self.learner.stats = own.status()
         if isinstance(own_publisher, Publisher):
             own_publisher.prove_with(self._canary(folder))
         if warmup is not None:
@@ -123,6 +126,12 @@ class Session:
         """Leave behind what the user wants to find."""
         self._state(f"ends: {ended}")
         ending.finish(self.learner, ended, tokenizer=self.tokenizer)
+
+    def fail(self, error: LeewayError) -> None:
+        """Leave behind how far the run came; what fails in that is not of interest any more."""
+        if self.learner is not None and error.exit_code not in (0, GO_BACK):
+            with suppress(Exception):
+                ending.write_summary(self.learner, f"ended by an error: {str(error).splitlines()[0]}")
 
     # ------------------------------------------------------------ parts, most of them rank 0's alone
     def _announce_model(self) -> Path:

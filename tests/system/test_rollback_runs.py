@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_is_rolled_back_and_its_learner_comes_back(tmp_path: 
             assert done.returncode == 0 and "its learner comes back from there" in done.stdout, done.stderr
             generator.paused.clear()
             run.may_fail.append(learner)
-            assert learner.wait(60) == 1
+            assert learner.wait(60) == 3
             assert "rolled the run back: the weights of this learner are given up" in run.log(learner)
             for process in (run.start("learner"), broker):
                 assert process.wait(120) == 0, run.log(process)[-3000:]
@@ -125,7 +125,7 @@ def test_the_guard_has_a_run_go_back_and_in_the_end_ends_it(tmp_path: Path) -> N
     try:
         with generating(run):
             run.start("broker", *CONFIG, *rails, f"run.dir={run.dir}", "run.max_steps=30")
-            for code, said in ((1, "the run goes back to"), (2, "after 1 rollbacks")):
+            for code, said in ((3, "the run goes back to"), (2, "after 1 rollbacks")):
                 learner = run.start("learner")
                 run.may_fail.append(learner)
                 assert learner.wait(120) == code and said in run.log(learner), run.log(learner)[-3000:]
@@ -134,3 +134,7 @@ def test_the_guard_has_a_run_go_back_and_in_the_end_ends_it(tmp_path: Path) -> N
     assert run.query("SELECT step, restored FROM steps WHERE restored IS NOT NULL") == [(3, 0)]
     rates = run.query("""SELECT step, json_extract(settings, '$."actor.optim.lr"') FROM steps WHERE applied""")
     assert sorted(rates) == [(1, 1e-3), (2, 1e-3), (4, 5e-4), (5, 5e-4)]
+    summary = Summary.read(run.dir)
+    assert summary is not None and summary.ended.startswith("ended by an error: guard: beyond actor/grad_norm")
+    assert (summary.step, summary.steps_given_up, summary.samples_trained) == (5, 3, 2 * 16)
+    assert summary.dropped["rolled_back"] > 0 and summary.hf_dir is None

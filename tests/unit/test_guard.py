@@ -109,7 +109,8 @@ def test_it_ends_the_run(start: Callable[..., Learner]) -> None:
     ("options", "fault"),
     [(("trainer.guard.limits={actor/klloss: 1}",), "no such metric"),
      (("trainer.guard.limits={actor/kl_loss: 1}", "actor.use_kl_loss=false"), "there is none with"),
-     (("trainer.guard.limits={actor/grad_norm: 1}", "run.max_restarts=0", "trainer.save_freq=9"), "raise that"),
+     (("trainer.guard.limits={actor/grad_norm: .inf}",), r"trainer\.guard\.limits\.actor/grad_norm=inf"),
+     (("trainer.guard.limits={actor/grad_norm: abc}",), r"trainer\.guard\.limits\.actor/grad_norm='abc'"),
      (("trainer.guard.limits={actor/grad_norm: 1}", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=2"), "as large"),
      (("trainer.guard.limits={actor/grad_norm: 1}", "trainer.save_freq=-1"), "as large")],
 )  # fmt: skip

@@ -724,7 +724,7 @@ def test_a_folder_that_cannot_be_written_costs_no_step(
 ) -> None:
     config = make_config("run.max_steps=3")
     learner = learner_of(config)
-    monkeypatch.setattr("learner.export.replace_folder", _disk_full)
+    monkeypatch.setattr("learner.files.replace_folder", _disk_full)
     with pytest.raises(LeewayError, match="the last step is in a checkpoint"):
         ending.finish(learner, learner.run(), tokenizer=load_tokenizer(weights, config))
     assert learner.checkpoints.steps()[-1] == 3 and learner.feed.checkpoints[-1] == 3

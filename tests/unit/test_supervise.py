@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from common.errors import ConfigError, FencedError, LedgerError, NoSignalError, TrainingError
+from common.errors import ConfigError, FencedError, LedgerError, NoSignalError, RolledBackError, TrainingError
 from common.processes import child_environment, descendants, spawn
 from common.supervise import Child, End, Supervisor, last_words, verdict
 
@@ -38,6 +38,7 @@ def child(**fields):
         ({"ready": False, "restarts": 2, "last_error": str(OWN)}, OWN, "give up"),
         ({"ready": True, "restarts": 3}, KILLED, "give up"),
         ({"ready": True}, ended_by(LedgerError("busy")), "restart"),
+        ({"ready": True, "restarts": 3}, ended_by(RolledBackError("back")), "restart"),
         *[({"ready": True}, ended_by(error("…")), "give up") for error in NOTHING_TO_MEND],
     ],
 )
