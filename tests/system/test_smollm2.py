@@ -94,7 +94,8 @@ def test_three_asynchronous_ppo_steps_of_a_pretrained_model(tmp_path: Path, opti
     assert run.query("SELECT count(*) FROM steps WHERE applied") == [(3,)]
     assert max(row["staleness/max"] for row in rows) >= 1, "sampling went on beside training"
     assert all(row["rollout_corr/logprob_diff_mean"] <= 0.05 for row in rows)  # bfloat16: learner against vLLM
-    assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in rows)
+    signal = [row for row in rows if row["critic/score/max"] > 0]  # a critic that is 0 everywhere and no reward: none
+    assert signal and all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in signal)
     before, after = _parameters(MODEL), _parameters(run.dir / "hf")
     assert max((after[n] - p).abs().max().item() for n, p in before.items()) > 0
     assert (run.dir / "adapter" / "adapter_model.safetensors").exists() == bool(options)
