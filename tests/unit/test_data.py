@@ -129,7 +129,7 @@ def test_rows_that_no_built_in_reward_can_score_are_found_before_the_run(tmp_pat
         checked_config([], given)
     assert [f.split(":")[1] for f in caught.value.faults] == ["2", "3"]
     assert "no built-in reward" in caught.value.faults[0] and "no single number" in caught.value.faults[1]
-    (tmp_path / "own.py").write_text("def compute_score(*a):\n    return 1.0\n")
+    (tmp_path / "own.py").write_text("def compute_score(**a):\n    return 1.0\n")
     checked_config([], [*given, f"reward.custom_function.path={tmp_path}/own.py"])
 
 
