@@ -10,7 +10,7 @@ import pytest
 
 from common.config import Config
 from common.config import Guard as Rails
-from common.errors import ConfigError, RolledBackError, TrainingError
+from common.errors import ConfigError, RolledBackError, Stopped, TrainingError
 from common.loading import load_config
 from learner import resume
 from learner.guard import Guard
@@ -96,6 +96,18 @@ def test_it_pauses(start: Callable[..., Learner], caplog: pytest.LogCaptureFixtu
     assert not learner.guard_pauses() and control.state == "paused", "then as everybody knows it"
     control.state = "running"
     assert not learner.guard_pauses(), "a person has resumed it"
+
+
+def test_nothing_is_trained_after_the_pause_not_even_what_is_ready(start: Callable[..., Learner]) -> None:
+    config = make_config(*ALWAYS, "trainer.guard.action=pause")
+    feed, control = _feed(config), SimulatedControl()
+    learner = start(config, feed, control)
+    for _ in range(2):
+        learner.step()
+    control.update = lambda **fields: learner.stop.set() if fields.get("state") == "paused" else None
+    with pytest.raises(Stopped):
+        learner.step()
+    assert control.state == "paused" and len(feed.step_rows) == 2
 
 
 def test_it_ends_the_run(start: Callable[..., Learner]) -> None:
