@@ -69,6 +69,8 @@ class Requests:
             RequestCancelled: vLLM aborted it, and no disproof asked for that.
             EngineError: the engine died, refused the prompt, or has no weights of a known version.
         """
+        stream = on_progress is not None and max_tokens > PROGRESS_TOKENS
+        params = _sampling_params(temperature, top_p, max(top_k, 0), max_tokens, stream)
         try:
             while True:
                 self._running[request_id] = request_id
@@ -77,9 +79,7 @@ class Requests:
                 disproofs = self._num_disproofs
                 self._running[request_id] = vllm_id = f"{request_id}~{disproofs}"
                 try:
-                    completion = await self._sample(
-                        prompt_ids, temperature, top_p, top_k, max_tokens, vllm_id, on_progress
-                    )
+                    completion = await self._sample(prompt_ids, params, vllm_id, on_progress)
                 except RequestCancelled:
                     if disproofs == self._num_disproofs:
                         raise
@@ -92,20 +92,11 @@ class Requests:
             del self._running[request_id]
 
     async def _sample(
-        self,
-        prompt_ids: list[int],
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        max_tokens: int,
-        request_id: str,
-        on_progress: Callable[[int], None] | None,
+        self, prompt_ids: list[int], params: Any, request_id: str, on_progress: Callable[[int], None] | None
     ) -> Completion:
         """One request, whatever the proof of its weights will say."""
         from vllm.inputs.engine import tokens_input
 
-        stream = on_progress is not None and max_tokens > PROGRESS_TOKENS
-        params = _sampling_params(temperature, top_p, max(top_k, 0), max_tokens, stream)
         ids: list[int] = []
         logprobs: list[float] = []
         last = None
